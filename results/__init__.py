@@ -1,0 +1,1 @@
+"""What was measured on named hardware, and the pre-tuned winners that ship."""

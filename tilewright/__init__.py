@@ -1,0 +1,1 @@
+"""Sparse attention kernels, generated and tuned for the machine they run on."""

@@ -1,0 +1,1 @@
+"""The subcommands of `tilewright`, one module each."""

@@ -1,0 +1,1 @@
+"""Workloads, oracles, verification, timing, search and benchmarks."""
