@@ -1,0 +1,1 @@
+"""The tuning database: tables, migrations, queries, transfer as JSON lines."""
