@@ -61,7 +61,8 @@ MASK_ARGUMENTS: tuple[Argument, ...] = (
 """What comes from the mask's plan, in launch order; unused slots are 0."""
 
 STREAM_ARGUMENTS: tuple[Argument, ...] = (
-    *_arguments("int32", "CUDA device ordinal; 0 on the CPU", "device"),
+    *_arguments("int32", "CUDA device ordinal; on the CPU 0", "device"),
+    *_arguments("int32", "OpenMP threads on the CPU; 0 on a GPU", "num_threads"),
     *_arguments("pointer", "cudaStream_t; null on the CPU", "stream"),
 )
 

@@ -1,0 +1,103 @@
+"""`Family`: one folder under `templates/`, its `space.toml` read into data."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from tilewright.generator.errors import InvalidInput
+from tilewright.generator.problem import MASK_FORMS
+from tilewright.generator.variant import SHARED_AXES, AxisValue
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kernel family: where it runs and the space of its variants. Every field is a key of `space.toml`.
+
+    operation: what it computes. instructions: the instruction family an architecture must have.
+    language: `cpp` or `cuda`. preference: which family's default is tried first, lowest first.
+    purpose: `main` is tuned and dispatched; `ladder` is only benchmarked.
+    dtypes: element types. mask_forms: legal ones, in the order that the default prefers them.
+    axes: values of every axis but `mask_form`. derived: named expressions (see `legality.derived_values`).
+    rules: (expression that must hold, reason when it does not). defaults: axis values, the first legal entry wins.
+    cost: expression; variants are tried from the smallest. complexity: expression; between equals the smallest wins.
+    """
+
+    name: str
+    operation: str
+    instructions: str
+    language: str
+    preference: int
+    purpose: str
+    dtypes: tuple[str, ...]
+    mask_forms: tuple[str, ...]
+    axes: Mapping[str, tuple[AxisValue, ...]]
+    derived: Mapping[str, str]
+    rules: tuple[tuple[str, str], ...]
+    defaults: tuple[Mapping[str, AxisValue], ...]
+    cost: str
+    complexity: str
+
+
+def _read(name: str, text: str) -> Family:
+    where = f"templates/{name}/space.toml"
+    try:
+        data: dict[str, Any] = tomllib.loads(text)
+        family = Family(
+            name=name,
+            operation=data["operation"],
+            instructions=data["instructions"],
+            language=data["language"],
+            preference=data["preference"],
+            purpose=data["purpose"],
+            dtypes=tuple(data["dtypes"]),
+            mask_forms=tuple(data["mask_forms"]),
+            axes={axis: tuple(values) for axis, values in data["axes"].items()},
+            derived=dict(data.get("derived", {})),
+            rules=tuple((rule["require"], rule["reason"]) for rule in data.get("rules", [])),
+            defaults=tuple(data["defaults"]),
+            cost=data["cost"],
+            complexity=data["complexity"],
+        )
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInput(f"{where} is not TOML: {error}") from error
+    except KeyError as error:
+        raise InvalidInput(f"{where} lacks {error}") from error
+    if family.language not in ("cpp", "cuda"):
+        raise InvalidInput(f"{where}: language must be cpp or cuda, got {family.language}")
+    if family.purpose not in ("main", "ladder"):
+        raise InvalidInput(f"{where}: purpose must be main or ladder, got {family.purpose}")
+    unknown = [form for form in family.mask_forms if form not in MASK_FORMS]
+    if unknown:
+        raise InvalidInput(f"{where}: mask_forms must be among {', '.join(MASK_FORMS)}; got {', '.join(unknown)}")
+    for axis in SHARED_AXES[1:]:
+        if axis not in family.axes:
+            raise InvalidInput(f"{where}: axes lacks {axis}")
+    for default in family.defaults:
+        if set(default) != set(family.axes):
+            raise InvalidInput(f"{where}: every entry of defaults must give {', '.join(family.axes)}; got {default}")
+    return family
+
+
+@cache
+def all_families() -> dict[str, Family]:
+    """Every family that ships, by name, in order of preference."""
+    folder = resources.files("tilewright.templates")
+    found = []
+    for entry in folder.iterdir():
+        space = entry.joinpath("space.toml")
+        if entry.is_dir() and space.is_file():
+            found.append(_read(entry.name, space.read_text(encoding="utf-8")))
+    return {family.name: family for family in sorted(found, key=lambda f: (f.preference, f.name))}
+
+
+def family_named(name: str) -> Family:
+    """The family called `name`; `InvalidInput` lists the known ones otherwise."""
+    families = all_families()
+    if name not in families:
+        raise InvalidInput(f"unknown kernel family {name!r}; known: {', '.join(families)}")
+    return families[name]

@@ -1,0 +1,87 @@
+"""From a `Kernel` to source text."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from tilewright.generator.abi import FORWARD_ARGUMENTS
+from tilewright.generator.arch import arch_named
+from tilewright.generator.errors import IllegalVariant
+from tilewright.generator.family import family_named
+from tilewright.generator.legality import derived_values, legality
+from tilewright.generator.variant import Kernel
+
+if TYPE_CHECKING:
+    import jinja2
+
+_FILES = {"cpp": ("kernel.cpp",), "cuda": ("kernel.cu", "binding.cpp")}
+_PLACEHOLDER = "0" * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The source of one kernel.
+
+    sources: text by file name (`kernel.cpp`, or `kernel.cu` and `binding.cpp`). language: `cpp` or `cuda`.
+    digest: 16 hex digits of the text; the module is called `tw_<digest>`.
+    """
+
+    kernel: Kernel
+    sources: dict[str, str]
+    language: str
+    digest: str
+
+    @property
+    def module_name(self) -> str:
+        return f"tw_{self.digest}"
+
+
+def _cpp_bool(value: object) -> str:
+    return "true" if value else "false"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    import jinja2  # not needed to dispatch what is already built
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tilewright", "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["cpp"] = _cpp_bool
+    return environment
+
+
+def render(kernel: Kernel) -> Rendered:
+    """The source of `kernel`. The same kernel gives the same text on every machine.
+
+    Raises `IllegalVariant` with the reason when it may not exist.
+    """
+    reason = legality(kernel)
+    if reason is not None:
+        raise IllegalVariant(f"{kernel.spec.name} for {kernel.dtype} D{kernel.head_dim} on {kernel.arch}: {reason}")
+    family = family_named(kernel.spec.family)
+    context = {
+        "kernel": kernel,
+        "spec": kernel.spec,
+        "arch": arch_named(kernel.arch),
+        "arguments": FORWARD_ARGUMENTS,
+        "digest": _PLACEHOLDER,
+        **derived_values(kernel),
+    }
+    texts = {}
+    for file in _FILES[family.language]:
+        # A CUDA family's binding is the same for all of them.
+        template = "_stages/binding.cpp.jinja" if file == "binding.cpp" else f"{family.name}/{file}.jinja"
+        texts[file] = _environment().get_template(template).render(context)
+    whole = "".join(f"// {name}\n{text}" for name, text in sorted(texts.items()))
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+    sources = {name: text.replace(_PLACEHOLDER, digest) for name, text in texts.items()}
+    return Rendered(kernel, sources, family.language, digest)
