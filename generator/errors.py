@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -51,9 +52,17 @@ class IllegalVariant(VariantFailed):
 
 
 class CompileFailed(VariantFailed):
-    """The compiler refused the rendered source."""
+    """The compiler refused the rendered source.
+
+    log: all that the compiler printed. source_path: the dumped source that its errors point at.
+    """
 
     outcome = Outcome.COMPILE
+
+    def __init__(self, message: str, *, log: str = "", source_path: Path | None = None) -> None:
+        super().__init__(message)
+        self.log = log
+        self.source_path = source_path
 
 
 class LaunchFailed(VariantFailed):
