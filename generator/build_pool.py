@@ -321,8 +321,9 @@ def serve() -> None:
     """The worker's loop: build each kernel that comes in on standard input, until it ends."""
     import logging
 
-    from tilewright.generator.build import build
     from torch.utils import cpp_extension  # noqa: F401  slow to import, so before the first request is timed
+
+    from tilewright.generator.build import build
 
     # PyTorch's remarks about this machine would be repeated once a worker.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
