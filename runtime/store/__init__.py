@@ -1,1 +1,8 @@
-"""The tuning database: tables, migrations, queries, transfer as JSON lines."""
+"""The tuning database: `Store` over SQLite, PostgreSQL or any other SQLAlchemy URL.
+
+Importing this package imports SQLAlchemy; `import tilewright` and a warm dispatch never do.
+"""
+
+from tilewright.runtime.store.database import Store
+
+__all__ = ["Store"]

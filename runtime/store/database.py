@@ -1,0 +1,248 @@
+"""`Store`: every measurement and every winner, in one database that several processes may use at once."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import Select, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from tilewright.generator.errors import InvalidInput, Outcome
+from tilewright.generator.problem import Problem
+from tilewright.generator.variant import VariantSpec
+from tilewright.runtime.environment import Environment
+from tilewright.runtime.records import Measurement, Winner, is_time
+from tilewright.runtime.store.connection import Database
+from tilewright.runtime.store.migrations import prepare
+from tilewright.runtime.store.models import EnvironmentRow, MeasurementRow, ProblemRow, VariantRow, WinnerRow
+from tilewright.runtime.store.rows import (
+    environment_row,
+    measurement_of,
+    new_measurement,
+    problem_row,
+    variant_row,
+    winner_of,
+    winner_values,
+)
+
+DEFAULT_FILE = "tilewright.db"
+"""The database's name in the cache directory."""
+
+
+def default_url() -> str:
+    """Where the store is when nothing else is said: one SQLite file in the cache directory.
+
+    Raises `InvalidInput` when the cache directory cannot be used; the message says what to set.
+    """
+    from tilewright.generator.toolchain import cache_dir
+
+    return str(cache_dir() / DEFAULT_FILE)
+
+
+class Store:
+    """The tuning database at `url`: a SQLAlchemy URL, a path to an SQLite file, or None for the default file.
+
+    A new database is made, an older one migrated. Every method is one transaction, safe beside other processes and
+    threads, and a process killed at any moment loses at most what it had not yet been told was stored.
+    Raises `StoreError` for a database that is corrupt, foreign, newer, locked, full or unreachable, leaving it as it
+    is; `InvalidInput` for a URL that makes no sense. A place that cannot be written is opened for reading.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        self.database = Database(default_url() if url is None else url)
+        try:
+            prepare(self.database)
+        except BaseException:
+            self.database.close()
+            raise
+
+    @classmethod
+    def open_existing(cls, url: str | None = None) -> Store | None:
+        """The store at `url`, or None where there is no such SQLite file yet; looking never makes one."""
+        url = default_url() if url is None else url
+        path = Database(url).path
+        return cls(url) if path is None or path.exists() else None
+
+    @property
+    def label(self) -> str:
+        """The file's path, or the URL without its password."""
+        return self.database.label
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add_measurement(
+        self,
+        environment: Environment,
+        problem: Problem,
+        spec: VariantSpec | None,
+        outcome: Outcome,
+        *,
+        kind: str = "search",
+        time_us: float | None = None,
+        times_us: Sequence[float] = (),
+        compile_s: float | None = None,
+        max_error: float | None = None,
+        rms_error: float | None = None,
+        registers: int | None = None,
+        smem_bytes: int | None = None,
+        message: str = "",
+        run_id: str = "",
+        kernel_digest: str = "",
+        baseline: str = "",
+    ) -> Measurement:
+        """Store one measurement, whatever its outcome; it is on disk when this returns.
+
+        spec: None with kind `baseline`, where `baseline` names PyTorch's implementation.
+        time_us: the median, required when outcome is ok; times_us: the samples; compile_s: seconds.
+        """
+        measurement = Measurement(
+            uid=uuid.uuid4().hex,
+            environment=environment,
+            problem=problem,
+            spec=spec,
+            outcome=Outcome(outcome),
+            kind=kind,
+            created_at=datetime.now(UTC),
+            time_us=time_us,
+            times_us=tuple(times_us),
+            compile_s=compile_s,
+            max_error=max_error,
+            rms_error=rms_error,
+            registers=registers,
+            smem_bytes=smem_bytes,
+            message=message,
+            run_id=run_id,
+            kernel_digest=kernel_digest,
+            baseline=baseline,
+        )
+        with self.database.writing() as session:
+            session.add(new_measurement(session, measurement))
+        return measurement
+
+    def measurements(
+        self,
+        environment: Environment | None = None,
+        problem: Problem | None = None,
+        *,
+        spec: VariantSpec | None = None,
+        outcome: Outcome | None = None,
+        kind: str | None = None,
+        run_id: str | None = None,
+        device: str | None = None,
+        newest_first: bool = False,
+        limit: int | None = None,
+    ) -> list[Measurement]:
+        """The measurements that match every argument given, in the order they were taken."""
+        query = select(MeasurementRow)
+        if environment is not None:
+            query = query.where(MeasurementRow.environment.has(EnvironmentRow.key == environment.digest))
+        if device is not None:
+            query = query.where(MeasurementRow.environment.has(EnvironmentRow.device == device))
+        if problem is not None:
+            query = query.where(MeasurementRow.problem.has(ProblemRow.key == problem.digest))
+        if spec is not None:
+            query = query.where(MeasurementRow.variant.has(VariantRow.key == spec.digest))
+        for column, value in (
+            (MeasurementRow.outcome, outcome),
+            (MeasurementRow.kind, kind),
+            (MeasurementRow.run_id, run_id),
+        ):
+            if value is not None:
+                query = query.where(column == str(value))
+        order = (MeasurementRow.created_at, MeasurementRow.id)
+        query = query.order_by(*(column.desc() for column in order) if newest_first else order).limit(limit)
+        with self.database.reading() as session:
+            return [measurement_of(row) for row in session.scalars(query)]
+
+    def set_winner(
+        self,
+        environment: Environment,
+        problem: Problem,
+        spec: VariantSpec,
+        *,
+        time_us: float,
+        default_time_us: float | None = None,
+        baseline_name: str = "",
+        baseline_time_us: float | None = None,
+        verified: bool = False,
+        measurement: str | None = None,
+    ) -> Winner:
+        """Make `spec` the winner of `problem` in `environment`, in place of the one before.
+
+        measurement: the uid of the measurement that it won with. Times in microseconds, from one interleaved run.
+        """
+        for name, value in (("default_time_us", default_time_us), ("baseline_time_us", baseline_time_us)):
+            if value is not None and not is_time(value):
+                raise InvalidInput(f"{name} must be a positive number of microseconds or None, got {value}")
+        winner = Winner(
+            problem=problem,
+            spec=spec,
+            time_us=time_us,
+            default_time_us=default_time_us,
+            device=environment.device,
+            baseline_name=baseline_name,
+            baseline_time_us=baseline_time_us,
+            verified=verified,
+            created_at=datetime.now(UTC),
+            environment=environment,
+            measurement=measurement,
+        )
+        with self.database.writing() as session:
+            put_winner(session, environment, winner)
+        return winner
+
+    def winners(
+        self,
+        *,
+        device: str | None = None,
+        environment: Environment | None = None,
+        problem: Problem | None = None,
+        verified: bool | None = None,
+    ) -> list[Winner]:
+        """The winners that match every argument given, newest first (so the first of equal keys counts)."""
+        query: Select[Any] = select(WinnerRow)
+        if environment is not None:
+            query = query.where(WinnerRow.environment.has(EnvironmentRow.key == environment.digest))
+        if device is not None:
+            query = query.where(WinnerRow.environment.has(EnvironmentRow.device == device))
+        if problem is not None:
+            query = query.where(WinnerRow.problem.has(ProblemRow.key == problem.digest))
+        if verified is not None:
+            query = query.where(WinnerRow.verified == verified)
+        query = query.order_by(WinnerRow.created_at.desc(), WinnerRow.id.desc())
+        with self.database.reading() as session:
+            return [winner_of(row, "store") for row in session.scalars(query)]
+
+
+def put_winner(session: Session, environment: Environment, winner: Winner) -> None:
+    """Add this winner, or replace the one that its environment and problem have."""
+    rows = environment_row(session, environment), problem_row(session, winner.problem)
+    variant = variant_row(session, winner.spec)
+    query = select(WinnerRow).where(WinnerRow.environment_id == rows[0].id, WinnerRow.problem_id == rows[1].id)
+    found = session.scalars(query.with_for_update(of=WinnerRow)).one_or_none()
+    if found is None:
+        try:
+            with session.begin_nested():
+                session.add(WinnerRow(environment=rows[0], problem=rows[1], variant=variant, **winner_values(winner)))
+                session.flush()
+                return
+        except IntegrityError:
+            found = session.scalars(query).one()
+    found.variant = variant
+    for name, value in winner_values(winner).items():
+        setattr(found, name, value)
