@@ -184,7 +184,7 @@ def _load_inline(rendered: Rendered, flags: list[str], directory: Path) -> Path:
                 functions=None,
                 extra_cflags=list(toolchain.CXX_FLAGS) if cuda else flags,
                 # The flags name the architecture, so load_inline adds none and TORCH_CUDA_ARCH_LIST is not read.
-                extra_cuda_cflags=flags if cuda else None,
+                extra_cuda_cflags=[*flags, *toolchain.host_compiler_flags()] if cuda else None,
                 extra_ldflags=link_flags if cuda else [*link_flags, "-fopenmp"],
                 build_directory=str(directory),
                 with_cuda=cuda,

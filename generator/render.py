@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING
 
 from tilewright.generator.abi import FORWARD_ARGUMENTS
@@ -48,7 +49,7 @@ def _environment() -> jinja2.Environment:
     import jinja2  # not needed to dispatch what is already built
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("tilewright", "templates"),
+        loader=jinja2.FileSystemLoader(str(resources.files("tilewright.templates"))),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -185,6 +185,13 @@ def build_flags(arch: Arch, language: str) -> list[str]:
     return [*CPU_FLAGS, *host_cpu_flags()]
 
 
+def host_compiler_flags() -> list[str]:
+    """What makes nvcc use the C++ compiler that `CXX` names, where nothing else already tells it which."""
+    if os.environ.get("CXX") and not os.environ.get("CC") and not os.environ.get("NVCC_CCBIN"):
+        return [f"-ccbin={cxx_compiler().path}"]
+    return []
+
+
 def compiler_identity(language: str) -> str:
     """The versions that a build depends on, as one line. Raises `ToolMissing` where there is no compiler."""
     cxx = cxx_compiler().version

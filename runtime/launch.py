@@ -1,0 +1,115 @@
+"""A compiled kernel, loaded: the way from tensors and a mask plan to one launch."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from tilewright.generator.abi import FORWARD_ARGUMENTS
+from tilewright.generator.errors import IllegalAccess, LaunchFailed, OutOfMemory
+from tilewright.generator.variant import Kernel
+
+if TYPE_CHECKING:
+    from tilewright.runtime.plans import MaskPlan
+
+MAX_SEQLEN = 2**30 - 1
+"""Positions and window sides are 32-bit in kernels, and the sum of two of them must be too."""
+
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, which the CPU kernels report too
+_ILLEGAL_ACCESS = frozenset({700, 714, 715, 716, 717, 718, 719})  # CUDA's errors of a kernel that faulted
+
+
+class LoadedKernel:
+    """One artifact in this process.
+
+    path: the shared object that `generator.build` published. kernel: what it was made from.
+    Raises `LaunchFailed` when it cannot be loaded.
+    """
+
+    def __init__(self, path: Path, kernel: Kernel, module_name: str) -> None:
+        self.path = path
+        self.kernel = kernel
+        loader = importlib.machinery.ExtensionFileLoader(module_name, str(path))
+        spec = importlib.util.spec_from_file_location(module_name, str(path), loader=loader)
+        if spec is None:
+            raise LaunchFailed(f"{path} is not a Python extension module")
+        try:
+            module: Any = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
+        except ImportError as error:
+            raise LaunchFailed(f"{path} does not load: {error}") from error
+        self._launch = cast(Callable[..., int], module.launch)
+        self._error_name = cast(Callable[[int], str], module.error_name)
+        self._info = cast(Callable[[], dict[str, int]], module.info)
+
+    def info(self) -> dict[str, int]:
+        """Registers and local bytes a thread, shared memory in bytes and most threads a block; zeros on the CPU."""
+        return self._info()
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: MaskPlan,
+        scale: float,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of [B, Hq, Nq, D] over [B, Hkv, Nkv, D], any strides with the last one 1.
+
+        Returns `out` ([B, Hq, Nq, D], query's dtype) and `lse` ([B, Hq, Nq], float32), which may be given.
+        Raises `LaunchFailed`, `OutOfMemory` or `IllegalAccess`.
+        """
+        batch, num_heads, seqlen_q, _ = query.shape
+        num_kv_heads, seqlen_kv = key.shape[1], key.shape[2]
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if lse is None:
+            lse = torch.empty((batch, num_heads, seqlen_q), dtype=torch.float32, device=query.device)
+        if out.numel() == 0:
+            return out, lse
+        if query.is_cuda:
+            index = query.device.index
+            where = (index, 0, torch.cuda.current_stream(index).cuda_stream)
+        else:
+            where = (0, torch.get_num_threads(), 0)
+        code = self._launch(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            batch,
+            num_heads,
+            num_kv_heads,
+            seqlen_q,
+            seqlen_kv,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *out.stride()[:3],
+            float(scale),
+            *plan.arguments,
+            *where,
+        )
+        if code:
+            self._raise(code)
+        return out, lse
+
+    def _raise(self, code: int) -> None:
+        message = f"{self.kernel.spec.name} for {self.kernel.dtype} D{self.kernel.head_dim}: {self._error_name(code)}"
+        if code == _OUT_OF_MEMORY:
+            raise OutOfMemory(message)
+        if code in _ILLEGAL_ACCESS:
+            raise IllegalAccess(message)
+        raise LaunchFailed(message)
+
+
+ARGUMENT_COUNT = len(FORWARD_ARGUMENTS)
+"""How many arguments `launch` takes."""
