@@ -1,0 +1,214 @@
+"""The worker: a process of its own that runs compiled kernels, so that none of them can take the tuner down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from tilewright.generator.errors import (
+    IllegalAccess,
+    OutOfMemory,
+    TilewrightError,
+    TimedOut,
+    VariantFailed,
+)
+from tilewright.generator.variant import Kernel
+from tilewright.tuner.measured import Measured
+
+if TYPE_CHECKING:
+    from tilewright.tuner.verify import VerifyReport
+    from tilewright.tuner.workloads import WorkloadRow
+
+__all__ = ["Measured", "Worker", "WorkerLost"]
+
+_START = "import sys; from tilewright.tuner.worker_process import serve; serve(int(sys.argv[1]), sys.argv[2])"
+
+
+class WorkerLost(TilewrightError):
+    """No worker starts on the device, so that nothing can be measured any more: no fault of a variant."""
+
+
+class Worker:
+    """The parent's handle on a process that verifies and times kernels on one device.
+
+    device: `cpu`, `cuda` or `cuda:1`. The process starts on the first request, in a session of its own (a Ctrl-C in
+    the terminal does not reach it) and is killed as a group. After a crash, a hang or a CUDA error that sticks, the
+    next request starts a fresh one and prepares the same row again. A worker whose parent dies ends by itself.
+    Use from one thread at a time; as a context manager it closes at the end.
+    """
+
+    def __init__(self, device: str, *, start_timeout_s: float = 300.0) -> None:
+        self.device = device
+        self.start_timeout_s = start_timeout_s
+        self._row: WorkloadRow | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._errors: IO[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process now behind this handle, or None."""
+        return self._process.pid if self._process and self._process.poll() is None else None
+
+    def prepare(self, row: WorkloadRow, timeout_s: float = 300.0) -> None:
+        """Make the row's inputs on the device; what follows runs on them.
+
+        Raises what making them raises (`InvalidInput`, `OutOfMemory`), and `WorkerLost` where no worker starts.
+        """
+        self._row = None
+        self._request("prepare", (row,), timeout_s)
+        self._row = row
+
+    def measure(
+        self, kernel: Kernel, artifact: Path, limit_us: float | None = None, timeout_s: float = 60.0
+    ) -> Measured:
+        """Verify, then time one artifact on the prepared row. Raises nothing for what the kernel does.
+
+        limit_us: a kernel clearly slower than this is timed with few samples. A crash is `illegal`, a hang `timeout`,
+        a SIGKILL from elsewhere `memory` (that is how Linux ends a process when memory runs out).
+        """
+        try:
+            measured: Measured = self._request("measure", (kernel, artifact, limit_us), timeout_s, prepared=True)
+        except VariantFailed as error:
+            return Measured(error.outcome, message=str(error))
+        return measured
+
+    def compare(
+        self, targets: Sequence[tuple[Kernel, Path]], rounds: int, timeout_s: float = 120.0
+    ) -> list[list[float]]:
+        """Microseconds, `rounds` for each artifact, taken in turn; raises the `VariantFailed` that ended it."""
+        times: list[list[float]] = self._request("compare", (list(targets), rounds), timeout_s, prepared=True)
+        return times
+
+    def verify_at_shape(self, kernel: Kernel, artifact: Path, timeout_s: float = 120.0) -> VerifyReport:
+        """Compare with fp64 at the prepared row's own shape: all rows on a GPU, a bounded sample on the CPU.
+
+        The report's message says how many rows. Raises the `VariantFailed` that ended it.
+        """
+        report: VerifyReport = self._request("verify_at_shape", (kernel, artifact), timeout_s, prepared=True)
+        return report
+
+    def baselines(self, timeout_s: float = 300.0) -> dict[str, float]:
+        """PyTorch's median times for the prepared row in microseconds, by name; see `baselines.baseline_runs`."""
+        times: dict[str, float] = self._request("baselines", (), timeout_s, prepared=True)
+        return times
+
+    def close(self) -> None:
+        """End the process, now, whatever it is doing."""
+        process, self._process = self._process, None
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, method: str, arguments: tuple[Any, ...], timeout_s: float, prepared: bool = False) -> Any:
+        if self.pid is None:
+            self._start()
+            if prepared:
+                self._prepare_again()
+        return self._exchange(method, arguments, timeout_s)
+
+    def _prepare_again(self) -> None:
+        if self._row is None:
+            raise WorkerLost("the worker has no row to measure on; call prepare first")
+        try:
+            self._exchange("prepare", (self._row,), self.start_timeout_s)
+        except VariantFailed as error:
+            raise WorkerLost(f"a fresh worker cannot prepare '{self._row.name}' again: {error}") from error
+
+    def _start(self) -> None:
+        self.close()
+        ours, theirs = Pipe()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process dies, closed by close()
+        # The child imports what this process imports, wherever that lies.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(theirs.fileno()), self.device],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            env=environment,
+        )
+        theirs.close()
+        self._pipe = ours
+        try:
+            self._receive(self.start_timeout_s)
+        except VariantFailed as error:
+            self.close()
+            raise WorkerLost(f"no worker starts on {self.device}: {error}") from error
+
+    def _exchange(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        if self._pipe is None:
+            raise WorkerLost("the worker was closed")
+        try:
+            self._pipe.send((method, arguments, timeout_s))
+        except OSError as error:
+            raise self._death() from error
+        return self._receive(timeout_s)
+
+    def _receive(self, timeout_s: float) -> Any:
+        if self._pipe is None:
+            raise WorkerLost("the worker was closed")
+        try:
+            if not self._pipe.poll(timeout_s):
+                self.close()
+                raise TimedOut(f"no answer within {timeout_s:g} s; the worker was killed")
+            kind, value, usable = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._death() from error
+        except BaseException:
+            # Interrupted between question and answer: the pipe holds an answer that nobody will ask for.
+            self.close()
+            raise
+        if not usable:
+            self.close()
+        if kind == "error":
+            assert isinstance(value, TilewrightError)
+            raise value
+        return value
+
+    def _death(self) -> VariantFailed:
+        """The error that tells how the process ended; closes what is left of it."""
+        code, said = -signal.SIGKILL, ""
+        if self._process is not None:
+            try:
+                code = self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                code = 0  # it closed its pipe and stays: killed below
+        if self._errors is not None:
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            said = f": {lines[-1]}" if lines else ""
+        self.close()
+        if code == -signal.SIGKILL:
+            return OutOfMemory(f"the worker was killed by SIGKILL, most likely because memory ran out{said}")
+        if code == -signal.SIGALRM:
+            return TimedOut("the worker ran into its alarm")
+        if code < 0:
+            return IllegalAccess(f"the worker died of {signal.Signals(-code).name}{said}")
+        return IllegalAccess(f"the worker ended with exit code {code}{said}")

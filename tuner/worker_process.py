@@ -1,0 +1,232 @@
+"""The worker's own side: one process, one device, one request at a time. Its parent may kill it at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewright.generator.errors import IllegalAccess, LaunchFailed, Outcome, OutOfMemory, TilewrightError
+from tilewright.generator.variant import Kernel
+from tilewright.runtime.canonical import canonical
+from tilewright.runtime.launch import LoadedKernel
+from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.tuner.baselines import time_baselines
+from tilewright.tuner.expected import Expected, expect, sample_rows
+from tilewright.tuner.measured import Measured
+from tilewright.tuner.timing import Stopwatch, interleaved, time_kernel
+from tilewright.tuner.verify import CaseBook, VerifyReport, verify, verify_call
+
+if TYPE_CHECKING:
+    from tilewright.tuner.workloads import WorkloadRow
+
+ALARM_GRACE_S = 5.0
+"""The parent kills a late worker itself; this much later a worker whose parent is gone dies by the kernel's alarm,
+which works even while compiled code never returns to Python."""
+
+Target = tuple[Kernel, Path]
+
+
+class Session:
+    """The tensors, cases and loaded kernels of one worker."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.stopwatch = Stopwatch(self.device)
+        self.book = CaseBook(self.device)
+        self._loaded: dict[Path, LoadedKernel] = {}
+        self._passed: dict[Path, VerifyReport] = {}
+        self._row: WorkloadRow | None = None
+        self._full: Expected | None = None
+
+    def prepare(self, row: WorkloadRow) -> None:
+        """Make this row's inputs, its mask and the fp64 answer of a sample of its rows."""
+        self._row = row
+        self._make_inputs()
+        batch, num_heads, seqlen_q, head_dim = self._inputs[0].shape
+        seqlen_kv = self._inputs[1].shape[2]
+        self._scale = head_dim**-0.5
+        rows = sample_rows(batch, num_heads, seqlen_q, seqlen_kv, head_dim, self.device.type)
+        self._sample: Expected = expect(*self._inputs, self._mask, self._scale, rows)
+        self._full = self._sample if len(rows) == seqlen_q else None
+
+    def measure(self, kernel: Kernel, artifact: Path, limit_us: float | None) -> Measured:
+        """Verify on every case, then on a sample of the tuned shape's rows; only what is right is timed."""
+        loaded = self._load(kernel, artifact)
+        info = loaded.info()
+        used: dict[str, Any] = {"registers": info.get("registers", 0), "smem_bytes": info.get("smem_bytes", 0)}
+        report = self._passed.get(artifact) or verify(loaded, self.device, book=self.book)
+        if report.ok:
+            self._passed[artifact] = report
+            plan = self._plan(kernel)
+            shape = verify_call(loaded, *self._inputs, plan, self._scale, self._sample)
+            errors = self._errors([report, shape])
+            if shape.ok:
+                timing = time_kernel(
+                    self._runner(loaded, plan), self.device, limit_us=limit_us, stopwatch=self.stopwatch
+                )
+                return Measured(
+                    Outcome.OK,
+                    timing.median_us,
+                    timing.times_us,
+                    message=f"{report.message}; {shape.message}",
+                    stopped_early=timing.stopped_early,
+                    **errors,
+                    **used,
+                )
+            self._make_inputs()  # what is wrong may have written to them
+            report = shape
+        return Measured(Outcome.WRONG, message=report.message, **self._errors([report]), **used)
+
+    def compare(self, targets: Sequence[Target], rounds: int) -> list[list[float]]:
+        """Times in microseconds of each kernel, taken in turn."""
+        loaded = [self._load(kernel, artifact) for kernel, artifact in targets]
+        runs = [self._runner(one, self._plan(one.kernel)) for one in loaded]
+        return interleaved(runs, rounds, self.device, stopwatch=self.stopwatch)
+
+    def verify_at_shape(self, kernel: Kernel, artifact: Path) -> VerifyReport:
+        """Compare the tuned shape with fp64: every query row on a GPU, the bounded sample of them on the CPU."""
+        if self._full is None and self.device.type == "cuda":
+            self._full = expect(*self._inputs, self._mask, self._scale)
+        expected = self._full or self._sample
+        loaded = self._load(kernel, artifact)
+        report = verify_call(loaded, *self._inputs, self._plan(kernel), self._scale, expected)
+        if not report.ok:
+            self._make_inputs()
+        return report
+
+    def baselines(self) -> dict[str, float]:
+        """PyTorch's times for the row, in microseconds, by name."""
+        return time_baselines(*self._inputs, self._mask, self._scale, self.stopwatch)
+
+    def is_healthy(self) -> bool:
+        """Whether the device still answers; after an illegal address on a GPU every later call of a process fails."""
+        if self.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self.device)
+            return bool((torch.ones(1, device=self.device) + 1).item() == 2)
+        except RuntimeError:
+            return False
+
+    def _make_inputs(self) -> None:
+        if self._row is None:
+            raise LaunchFailed("the worker has no row; call prepare first")
+        query, key, value, self._mask = self._row.make_inputs(self.device)
+        self._inputs = (query, key, value)
+        self._canonical = canonical(self._mask, query.shape[2], key.shape[2])
+
+    def _plan(self, kernel: Kernel) -> MaskPlan:
+        if self._row is None:
+            raise LaunchFailed("the worker has no row; call prepare first")
+        query, key, _ = self._inputs
+        batch, num_heads, seqlen_q, _ = query.shape
+        spec = kernel.spec
+        return build_plan(
+            self._canonical,
+            spec.mask_form,
+            spec.block_m,
+            spec.block_n,
+            batch=batch,
+            num_heads=num_heads,
+            seqlen_q=seqlen_q,
+            seqlen_kv=key.shape[2],
+            device=self.device,
+        )
+
+    def _runner(self, loaded: LoadedKernel, plan: MaskPlan) -> Any:
+        query, key, value = self._inputs
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=self.device)
+        scale = self._scale
+        return lambda: loaded.run(query, key, value, plan, scale, out=out, lse=lse)
+
+    def _load(self, kernel: Kernel, artifact: Path) -> LoadedKernel:
+        if artifact not in self._loaded:
+            self._loaded[artifact] = LoadedKernel(artifact, kernel, module_name(kernel, artifact))
+        return self._loaded[artifact]
+
+    @staticmethod
+    def _errors(reports: list[VerifyReport]) -> dict[str, Any]:
+        return {
+            name: max(getattr(report, name) for report in reports) for name in ("max_error", "rms_error", "worst_ratio")
+        }
+
+
+def module_name(kernel: Kernel, artifact: Path) -> str:
+    """The name that the artifact's module was compiled under, from the manifest beside it."""
+    try:
+        manifest = json.loads(artifact.with_name("manifest.json").read_text())
+        return str(manifest["key"]["module"])
+    except (OSError, ValueError, KeyError, TypeError):
+        from tilewright.generator.render import render
+
+        return render(kernel).module_name
+
+
+def serve(fd: int, device: str) -> None:
+    """Answer requests on this pipe until it closes. A request is (method, arguments, seconds); see `_answer`."""
+    connection = Connection(fd)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        session = Session(device)
+    except Exception as error:  # whatever keeps the device from starting is told to the parent, which stops there
+        connection.send(("error", LaunchFailed(f"the worker cannot use {device}: {_brief(error)}"), False))
+        return
+    connection.send(("ok", os.getpid(), True))
+    while True:
+        try:
+            method, arguments, limit_s = connection.recv()
+        except (EOFError, OSError):
+            return
+        signal.setitimer(signal.ITIMER_REAL, limit_s + ALARM_GRACE_S)
+        answer = _answer(session, method, arguments)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+        if not answer[2]:
+            # A broken CUDA context may hang on its way out; nothing here needs an orderly end.
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def _answer(session: Session, method: str, arguments: tuple[Any, ...]) -> tuple[str, Any, bool]:
+    """("ok", value, True), or ("error", an error of ours, whether this process can go on)."""
+    try:
+        with torch.no_grad():
+            return "ok", getattr(session, method)(*arguments), True
+    except Exception as error:  # every failure of a variant is an outcome, of whatever type it comes
+        failure = _as_ours(error)
+        traceback.print_exc()
+    healthy = session.is_healthy()
+    if not healthy and not isinstance(failure, IllegalAccess):
+        failure = IllegalAccess(str(failure))
+    return "error", failure, healthy
+
+
+def _as_ours(error: Exception) -> TilewrightError:
+    """The error as one of ours, made of its text alone, since it travels to the parent."""
+    if isinstance(error, TilewrightError):
+        return type(error)(str(error))
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        torch.cuda.empty_cache()
+        return OutOfMemory(_brief(error))
+    return LaunchFailed(_brief(error))
+
+
+def _brief(error: Exception) -> str:
+    """The error's first line, with its type."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
