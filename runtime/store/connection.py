@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import URL, Engine, StaticPool, create_engine, event, make_url
+from sqlalchemy import URL, Engine, StaticPool, create_engine, event, make_url, text
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.orm import Session
@@ -22,9 +22,12 @@ from tilewright.generator.errors import InvalidInput, StoreError
 BUSY_TIMEOUT_S = 30.0
 """How long a writer waits for another process's transaction; each is a few rows, so minutes never pass."""
 
+ADVISORY_LOCK = 7_745_119_301
+"""PostgreSQL's number of the lock behind `Database.lock`: an arbitrary constant."""
+
 SQLITE_FAILURES: dict[int, str] = {
     sqlite3.SQLITE_FULL: "the disk is full; free some space (what was stored before is intact)",
-    sqlite3.SQLITE_READONLY: "it is read-only; make it writable, or name another place with TILEWRIGHT_CACHE_DIR or --db",
+    sqlite3.SQLITE_READONLY: "it is read-only; make it writable, or name another with TILEWRIGHT_CACHE_DIR or --db",
     sqlite3.SQLITE_BUSY: f"another process held it for {BUSY_TIMEOUT_S:g} s; end that process or try again",
     sqlite3.SQLITE_NOTADB: "it is no SQLite database and was left as it is; move it away, or name another with --db",
     sqlite3.SQLITE_CORRUPT: "the file is damaged and was left as it is; move it away, then import an export of it",
@@ -151,6 +154,12 @@ class Database:
                     time.sleep(0.02)
                 finally:
                     connection.close()
+
+    def lock(self, session: Session) -> None:
+        """Hold off every other process that makes, migrates or merges, until this transaction ends."""
+        # An SQLite writer is alone as it is.
+        if self.url.get_backend_name() == "postgresql":
+            session.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": ADVISORY_LOCK})
 
     def close(self) -> None:
         """Close every connection; the next use opens them again."""

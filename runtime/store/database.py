@@ -5,30 +5,30 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from sqlalchemy import Select, select
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
 
 from tilewright.generator.errors import InvalidInput, Outcome
 from tilewright.generator.problem import Problem
 from tilewright.generator.variant import VariantSpec
 from tilewright.runtime.environment import Environment
 from tilewright.runtime.records import Measurement, Winner, is_time
+from tilewright.runtime.store import queries, transfer
 from tilewright.runtime.store.connection import Database
-from tilewright.runtime.store.migrations import prepare
+from tilewright.runtime.store.migrations import SCHEMA_VERSION, prepare
 from tilewright.runtime.store.models import EnvironmentRow, MeasurementRow, ProblemRow, VariantRow, WinnerRow
+from tilewright.runtime.store.queries import Best
 from tilewright.runtime.store.rows import (
-    environment_row,
+    RowCache,
     measurement_of,
     new_measurement,
-    problem_row,
-    variant_row,
+    put_winner,
     winner_of,
-    winner_values,
 )
+from tilewright.runtime.store.transfer import ImportReport
 
 DEFAULT_FILE = "tilewright.db"
 """The database's name in the cache directory."""
@@ -131,7 +131,7 @@ class Store:
             baseline=baseline,
         )
         with self.database.writing() as session:
-            session.add(new_measurement(session, measurement))
+            session.add(new_measurement(RowCache(session), measurement))
         return measurement
 
     def measurements(
@@ -203,7 +203,7 @@ class Store:
             measurement=measurement,
         )
         with self.database.writing() as session:
-            put_winner(session, environment, winner)
+            put_winner(RowCache(session), environment, winner)
         return winner
 
     def winners(
@@ -228,21 +228,34 @@ class Store:
         with self.database.reading() as session:
             return [winner_of(row, "store") for row in session.scalars(query)]
 
+    def best(self, *, device: str | None = None, target: str | None = None) -> list[Best]:
+        """For each problem and environment the winner, or the fastest so far where the tuning was not finished."""
+        with self.database.reading() as session:
+            return queries.best(session, device, target)
 
-def put_winner(session: Session, environment: Environment, winner: Winner) -> None:
-    """Add this winner, or replace the one that its environment and problem have."""
-    rows = environment_row(session, environment), problem_row(session, winner.problem)
-    variant = variant_row(session, winner.spec)
-    query = select(WinnerRow).where(WinnerRow.environment_id == rows[0].id, WinnerRow.problem_id == rows[1].id)
-    found = session.scalars(query.with_for_update(of=WinnerRow)).one_or_none()
-    if found is None:
-        try:
-            with session.begin_nested():
-                session.add(WinnerRow(environment=rows[0], problem=rows[1], variant=variant, **winner_values(winner)))
-                session.flush()
-                return
-        except IntegrityError:
-            found = session.scalars(query).one()
-    found.variant = variant
-    for name, value in winner_values(winner).items():
-        setattr(found, name, value)
+    def stats(self) -> dict[str, Any]:
+        """Counts by outcome, kind, device and family, and what tuning gained (medians); JSON-ready."""
+        with self.database.reading() as session:
+            return {"database": self.label, "schema": SCHEMA_VERSION, **queries.stats(session)}
+
+    def show(self, identity: str) -> dict[str, Any]:
+        """All that is stored under a key or uid, or the beginning of one (at least 4 hex digits); JSON-ready.
+
+        Raises `InvalidInput` when nothing or several things are called that.
+        """
+        with self.database.reading() as session:
+            return queries.show(session, identity)
+
+    def export(self, file: str | Path | IO[bytes], *, winners_only: bool = False, device: str | None = None) -> int:
+        """Write measurements and winners as JSON lines (see `runtime.lines`); gives the number of lines.
+
+        A path is replaced only when everything was written. Equal contents give equal files.
+        """
+        return transfer.export_to(self.database, file, winners_only=winners_only, device=device)
+
+    def import_(self, file: str | Path | IO[bytes]) -> ImportReport:
+        """Merge an export: all of it or, when a line can't be used, nothing (`InvalidInput` with the line's number).
+
+        What is here already is skipped. A winner is replaced by a newer one, never a verified by an unverified one.
+        """
+        return transfer.import_from(self.database, file)

@@ -21,9 +21,6 @@ It goes up by one with each change of a table, and with each new field of `Probl
 `Environment`, whose digests are keys here: its migration then calls `rekey`.
 """
 
-ADVISORY_LOCK = 7_745_119_301
-"""PostgreSQL's lock number under which one process makes or migrates the schema (an arbitrary constant)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Migration:
@@ -52,8 +49,7 @@ def prepare(database: Database, migrations: Sequence[Migration] = MIGRATIONS, ve
         raise database.failure(f"it {state}, and it is read-only; open it once where it can be written")
     database.use_wal()
     with database.writing() as session:
-        if database.url.get_backend_name() == "postgresql":
-            session.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": ADVISORY_LOCK})
+        database.lock(session)
         # Another process may have done it while this one waited for the lock.
         found = _version(database, session, version)
         if found is None:

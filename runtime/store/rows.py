@@ -21,35 +21,42 @@ KeyedRow = TypeVar("KeyedRow", EnvironmentRow, ProblemRow, VariantRow)
 T = TypeVar("T")
 
 
-def environment_row(session: Session, environment: Environment) -> EnvironmentRow:
-    """The row of this environment, added if new."""
-    return _keyed(session, EnvironmentRow, environment.digest, lambda: new_environment(environment))
+class RowCache:
+    """The rows of environments, problems and variants by key, within one session; adds those that are new."""
 
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._rows: dict[tuple[type, str], EnvironmentRow | ProblemRow | VariantRow] = {}
 
-def problem_row(session: Session, problem: Problem) -> ProblemRow:
-    """The row of this problem, added if new."""
-    return _keyed(session, ProblemRow, problem.digest, lambda: new_problem(problem))
+    def environment(self, environment: Environment) -> EnvironmentRow:
+        return self._keyed(EnvironmentRow, environment.digest, lambda: new_environment(environment))
 
+    def problem(self, problem: Problem) -> ProblemRow:
+        return self._keyed(ProblemRow, problem.digest, lambda: new_problem(problem))
 
-def variant_row(session: Session, spec: VariantSpec) -> VariantRow:
-    """The row of this variant, added if new."""
-    return _keyed(session, VariantRow, spec.digest, lambda: new_variant(spec))
+    def variant(self, spec: VariantSpec) -> VariantRow:
+        return self._keyed(VariantRow, spec.digest, lambda: new_variant(spec))
 
+    def _keyed(self, table: type[KeyedRow], key: str, make: Callable[[], KeyedRow]) -> KeyedRow:
+        row = self._rows.get((table, key))
+        if not isinstance(row, table):
+            row = self._rows[table, key] = self._found_or_added(table, key, make)
+        return row
 
-def _keyed(session: Session, table: type[KeyedRow], key: str, make: Callable[[], KeyedRow]) -> KeyedRow:
-    query = select(table).where(table.key == key)
-    found = session.scalars(query).one_or_none()
-    if found is not None:
-        return found
-    try:
-        # A savepoint: on a server, another client may add the same row between the look and the insert.
-        with session.begin_nested():
-            row = make()
-            session.add(row)
-            session.flush()
-            return row
-    except IntegrityError:
-        return session.scalars(query).one()
+    def _found_or_added(self, table: type[KeyedRow], key: str, make: Callable[[], KeyedRow]) -> KeyedRow:
+        query = select(table).where(table.key == key)
+        found = self.session.scalars(query).one_or_none()
+        if found is not None:
+            return found
+        try:
+            # A savepoint: on a server, another client may add the same row between the look and the insert.
+            with self.session.begin_nested():
+                row = make()
+                self.session.add(row)
+                self.session.flush()
+                return row
+        except IntegrityError:
+            return self.session.scalars(query).one()
 
 
 def new_environment(environment: Environment) -> EnvironmentRow:
@@ -94,13 +101,13 @@ MEASUREMENT_COLUMNS = (
 """The fields that a measurement and its row share as they are."""
 
 
-def new_measurement(session: Session, measurement: Measurement) -> MeasurementRow:
-    """The row of this measurement, with the rows it refers to."""
+def new_measurement(cache: RowCache, measurement: Measurement) -> MeasurementRow:
+    """A row for this measurement, with the rows it refers to."""
     spec = measurement.spec
     return MeasurementRow(
-        environment=environment_row(session, measurement.environment),
-        problem=problem_row(session, measurement.problem),
-        variant=variant_row(session, spec) if spec is not None else None,
+        environment=cache.environment(measurement.environment),
+        problem=cache.problem(measurement.problem),
+        variant=cache.variant(spec) if spec is not None else None,
         outcome=str(measurement.outcome),
         times_us=list(measurement.times_us),
         **{name: getattr(measurement, name) for name in MEASUREMENT_COLUMNS},
@@ -163,3 +170,23 @@ def winner_values(winner: Winner) -> dict[str, Any]:
         "verified": winner.verified,
         "created_at": winner.created_at or datetime.now(UTC),
     }
+
+
+def put_winner(cache: RowCache, environment: Environment, winner: Winner) -> None:
+    """Add this winner, or replace the one that its environment and problem have."""
+    session = cache.session
+    rows = cache.environment(environment), cache.problem(winner.problem)
+    variant = cache.variant(winner.spec)
+    query = select(WinnerRow).where(WinnerRow.environment_id == rows[0].id, WinnerRow.problem_id == rows[1].id)
+    found = session.scalars(query.with_for_update(of=WinnerRow)).one_or_none()
+    if found is None:
+        try:
+            with session.begin_nested():
+                session.add(WinnerRow(environment=rows[0], problem=rows[1], variant=variant, **winner_values(winner)))
+                session.flush()
+                return
+        except IntegrityError:
+            found = session.scalars(query).one()
+    found.variant = variant
+    for name, value in winner_values(winner).items():
+        setattr(found, name, value)
