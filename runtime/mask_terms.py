@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from tilewright.generator.abi import UNBOUNDED
 from tilewright.generator.errors import InvalidInput
-from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,7 +72,7 @@ class Mask:
         """`dense_rows` of a mask that was checked before; makes no host sync."""
         q = torch.arange(q_start, q_stop, device=device).unsqueeze(1)
         k = torch.arange(seqlen_kv, device=device).unsqueeze(0)
-        active = self._active(q, k, seqlen_q, seqlen_kv)
+        active = self.pairs(q, k, seqlen_q, seqlen_kv)
         return active.expand(*active.shape[:-2], q_stop - q_start, seqlen_kv)
 
     def check(
@@ -90,11 +92,21 @@ class Mask:
     def _tensors(self) -> tuple[Tensor, ...]:
         return ()
 
+    @property
+    def structure(self) -> str:
+        """`spec` without its data: `block_mask(64, 64)`, `global_tokens(16)` for sixteen tokens, `document()`."""
+
+        def count(found: re.Match[str]) -> str:
+            return f"global_tokens({self.tensors[int(found[1])].shape[0]})"
+
+        text = re.sub(r"#\d+(, )?", "", re.sub(r"global_tokens\(#(\d+)(?:, unsorted)?\)", count, self.spec))
+        return text[1:-1] if text.startswith("(") else text
+
     def _text(self, first: int) -> str:
         """`spec` with tensors numbered from `first`."""
         raise NotImplementedError
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
         """bool [B|1, H|1, rows|1, keys] for query rows q [rows, 1] and all keys k [1, keys]."""
         raise NotImplementedError
 
@@ -106,7 +118,7 @@ class Full(Mask):
     def _text(self, first: int) -> str:
         return "full()"
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
         return torch.ones_like(k, dtype=torch.bool)[None, None]
 
 
@@ -122,9 +134,9 @@ class Band(Mask):
             return "causal()"
         return f"sliding_window({_side_text(self.left)}, {_side_text(self.right)})"
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
         position = q + (seqlen_kv - seqlen_q)
-        active = torch.ones_like(position + k, dtype=torch.bool)
+        active = torch.ones_like(k, dtype=torch.bool)
         if self.left != UNBOUNDED:
             active = active & (k >= position - self.left)
         if self.right != UNBOUNDED:
@@ -141,7 +153,7 @@ class GlobalStride(Mask):
     def _text(self, first: int) -> str:
         return f"global_stride({self.stride})"
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
         return (k % self.stride == 0)[None, None]
 
 
@@ -174,6 +186,11 @@ class GlobalTokens(Mask):
         assert self.host is not None
         return self.host
 
+    def key_flags(self, seqlen_kv: int, device: torch.device) -> Tensor:
+        """bool [seqlen_kv], True for the listed keys."""
+        flags = torch.zeros(seqlen_kv, dtype=torch.bool, device=device)
+        return flags.index_fill_(0, self.indices.to(device, torch.int64, non_blocking=True), True)
+
     def check(
         self, batch: int, num_heads: int, seqlen_q: int, seqlen_kv: int, device: torch.device | str = "cpu"
     ) -> None:
@@ -186,10 +203,8 @@ class GlobalTokens(Mask):
                 wrong = lowest if lowest < 0 else highest
                 raise InvalidInput(f"global_tokens must lie in 0 .. {seqlen_kv - 1} (seqlen_kv - 1), got {wrong}")
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
-        flags = torch.zeros(k.shape[1], dtype=torch.bool, device=k.device)
-        indices = self.indices.to(k.device, torch.int64, non_blocking=True)
-        return flags.index_fill_(0, indices, True)[None, None, None]
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+        return self.key_flags(seqlen_kv, k.device)[None, None, None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -226,7 +241,7 @@ class BlockMask(Mask):
                 f"got {list(self.active.shape)}"
             )
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
         rows = as_4d(self.active).index_select(2, q[:, 0] // self.sparse_block_q)
         return rows.index_select(3, k[0] // self.sparse_block_kv)
 
@@ -262,7 +277,7 @@ class Document(Mask):
                 advice = "" if name == "cu_seqlens_kv" or seqlen_q == seqlen_kv else "; pass cu_seqlens_kv for the keys"
                 raise InvalidInput(f"document's {name} must ascend from 0 to {length}, got {_some(cu_seqlens)}{advice}")
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
         q_segment = torch.searchsorted(self.cu_seqlens_q.to(q.dtype), q, right=True)
         k_segment = torch.searchsorted(self.cu_seqlens_kv.to(k.dtype), k, right=True)
         inside = (q_segment > 0) & (q_segment < self.cu_seqlens_q.shape[0])
@@ -296,7 +311,7 @@ class TokenMask(Mask):
                 f"got {list(self.active.shape)}"
             )
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
         return as_4d(self.active).index_select(2, q[:, 0])
 
 
@@ -328,7 +343,7 @@ class PackedMask(Mask):
                 f"got seqlen_q x seqlen_kv = {seqlen_q}x{seqlen_kv}; build it again for these lengths"
             )
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
         words = as_4d(self.words).index_select(2, q[:, 0]).index_select(3, k[0] // 32)
         return ((words >> (k % 32).to(torch.int32)) & 1) != 0
 
@@ -362,8 +377,8 @@ class And(_Pair):
     def _text(self, first: int) -> str:
         return f"({self.first._text(first)} & {self.second._text(first + len(self.first.tensors))})"
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
-        return self.first._active(q, k, seqlen_q, seqlen_kv) & self.second._active(q, k, seqlen_q, seqlen_kv)
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+        return self.first.pairs(q, k, seqlen_q, seqlen_kv) & self.second.pairs(q, k, seqlen_q, seqlen_kv)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -373,8 +388,8 @@ class Or(_Pair):
     def _text(self, first: int) -> str:
         return f"({self.first._text(first)} | {self.second._text(first + len(self.first.tensors))})"
 
-    def _active(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
-        return self.first._active(q, k, seqlen_q, seqlen_kv) | self.second._active(q, k, seqlen_q, seqlen_kv)
+    def pairs(self, q: Tensor, k: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+        return self.first.pairs(q, k, seqlen_q, seqlen_kv) | self.second.pairs(q, k, seqlen_q, seqlen_kv)
 
 
 def ceil_div(value: int, divisor: int) -> int:

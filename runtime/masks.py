@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from tilewright.generator.abi import UNBOUNDED
 from tilewright.generator.errors import InvalidInput
 from tilewright.runtime.mask_spec import Argument, Tree, parse_spec
@@ -32,7 +34,6 @@ from tilewright.runtime.mask_terms import (
     kind_of,
     sorted_tokens,
 )
-from torch import Tensor
 
 __all__ = [
     "Mask",
