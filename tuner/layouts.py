@@ -54,7 +54,9 @@ class Placed:
 
     def outside(self) -> Tensor:
         """How many elements of the buffer that do not belong to the view are no longer poison (a device scalar)."""
-        return (~still_poisoned(self.buffer)).sum() - (~still_poisoned(self.view)).sum()
+        in_buffer, in_view = still_poisoned(self.buffer), still_poisoned(self.view)
+        beside = self.buffer.numel() - self.view.numel()
+        return beside - (in_buffer.count_nonzero() - in_view.count_nonzero())
 
 
 def place(size: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: torch.device) -> Placed:

@@ -193,16 +193,14 @@ def _run_twice(
     poison(out.view)
     loaded.run(query, key, value, plan, scale, out=out.view, lse=lse.view)
     first_out, first_lse = out.view.clone(), lse.view.clone()
-    outside = lse.outside() + out.outside()
     poison(out.view)
     poison(lse.view)
     loaded.run(query, key, value, plan, scale, out=out.view, lse=lse.view)
-    outside += lse.outside() + out.outside()
     stats = torch.zeros(10, dtype=torch.float64, device=query.device)
-    stats[_UNWRITTEN] = still_poisoned(first_out).sum() + still_poisoned(first_lse).sum()
-    stats[_NONFINITE] = (~first_out.isfinite()).sum() + first_lse.isnan().sum()
+    stats[_UNWRITTEN] = still_poisoned(first_out).count_nonzero() + still_poisoned(first_lse).count_nonzero()
+    stats[_NONFINITE] = (~first_out.isfinite()).count_nonzero() + first_lse.isnan().count_nonzero()
     stats[_REPEAT] = _differing(first_out, out.view) + _differing(first_lse, lse.view)
-    stats[_OUTSIDE] = outside
+    stats[_OUTSIDE] = lse.outside() + out.outside()  # what the first run wrote there is still there
     if expected.rows is not None:
         first_out, first_lse = first_out[:, :, expected.rows], first_lse[:, :, expected.rows]
     # By chunks of rows, so that a long shape's fp64 temporaries stay small beside its tensors.
@@ -215,8 +213,8 @@ def _run_twice(
         empty = want_lse == -torch.inf
         stats[_MAX] = torch.maximum(stats[_MAX], error.amax())
         stats[_SQUARE] += error.square().sum()
-        stats[_EMPTY] += ((got != 0) & empty.unsqueeze(-1)).sum()
-        stats[_HOLES] += ((got_lse == -torch.inf) != empty).sum()
+        stats[_EMPTY] += ((got != 0) & empty.unsqueeze(-1)).count_nonzero()
+        stats[_HOLES] += ((got_lse == -torch.inf) != empty).count_nonzero()
         lse_error = torch.where(empty, 0.0, (got_lse - want_lse).abs().nan_to_num(torch.inf, torch.inf))
         stats[_LSE] = torch.maximum(stats[_LSE], lse_error.amax())
     return stats
@@ -291,7 +289,7 @@ def _size4(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def _differing(one: Tensor, other: Tensor) -> Tensor:
-    return (bits_of(one) != bits_of(other)).sum()
+    return (bits_of(one) != bits_of(other)).count_nonzero()
 
 
 def _changed(now: Iterable[Tensor], before: Iterable[Tensor]) -> Tensor:
