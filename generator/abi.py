@@ -42,18 +42,26 @@ MASK_ARGUMENTS: tuple[Argument, ...] = (
     *_arguments("pointer", "document: [B, seqlen_q] int32, keys from row_begin to row_end - 1", "row_begin row_end"),
     *_arguments("int64", "in elements; 0 where shared by the batch", "row_stride_b"),
     *_arguments("pointer", "tokens: [ceil(seqlen_kv / 32)] uint32, bit k % 32 of word k / 32", "token_bits"),
-    *_arguments("pointer", "gather: [num_gathered] int32 key indices, ascending; null: multiples of stride", "gather_indices"),
+    *_arguments(
+        "pointer", "gather: [num_gathered] int32 key indices, ascending; null: multiples of stride", "gather_indices"
+    ),
     *_arguments("int32", "gather: how many keys are gathered", "num_gathered"),
     *_arguments("pointer", "blocks: [B, H, blocks_q, block_words] uint32, a bit a block", "block_bits"),
     *_arguments("int64", "in words; 0 where shared", "block_stride_b block_stride_h"),
-    *_arguments("int32", "words a row of blocks, then the mask's own granularity", "block_words sparse_block_q sparse_block_kv"),
+    *_arguments(
+        "int32", "words a row of blocks, then the mask's own granularity", "block_words sparse_block_q sparse_block_kv"
+    ),
     *_arguments("pointer", "bits: [B, H, seqlen_q, bits_words] uint32, a bit a pair", "mask_bits"),
     *_arguments("int64", "in words; 0 where shared", "bits_stride_b bits_stride_h"),
     *_arguments("int32", "words a query row", "bits_words"),
     *_arguments("pointer", "scan: [B, H, seqlen_q, seqlen_kv] uint8", "dense_mask"),
     *_arguments("int64", "in bytes; 0 where shared", "dense_stride_b dense_stride_h"),
     *_arguments("pointer", "list: [B, H, tiles_q, tiles_kv] int32, full tiles first, then partial ones", "kv_indices"),
-    *_arguments("pointer", "list: [B, H, tiles_q] int32 counts of full tiles, of full and partial", "full_num_blocks kv_num_blocks"),
+    *_arguments(
+        "pointer",
+        "list: [B, H, tiles_q] int32 counts of full tiles, of full and partial",
+        "full_num_blocks kv_num_blocks",
+    ),
     *_arguments("pointer", "bitmap: [B, H, tiles_q, tile_words] uint32, a bit a tile", "active_bitmap full_bitmap"),
     *_arguments("int64", "list, bitmap: in rows of tiles_q; 0 where shared", "tile_stride_b tile_stride_h"),
     *_arguments("int32", "list: tiles_kv; bitmap: words a row", "tiles_kv tile_words"),

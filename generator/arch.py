@@ -102,7 +102,9 @@ def arch_of_capability(major: int, minor: int) -> Arch:
         for arch in all_archs().values()
         if arch.compute_capability is not None
         and arch.compute_capability[0] == major
-        and (arch.compute_capability[1] == minor or (arch.compute_capability[1] < minor and not arch.name.endswith("a")))
+        and (
+            arch.compute_capability[1] == minor or (arch.compute_capability[1] < minor and not arch.name.endswith("a"))
+        )
     ]
     if not fitting:
         raise InvalidInput(

@@ -42,9 +42,7 @@ def _points(family: Family) -> Iterator[VariantSpec]:
     names = list(family.axes)
     for form in family.mask_forms:
         for values in itertools.product(*family.axes.values()):
-            yield VariantSpec.from_values(
-                family.name, {"mask_form": form, **dict(zip(names, values, strict=True))}
-            )
+            yield VariantSpec.from_values(family.name, {"mask_form": form, **dict(zip(names, values, strict=True))})
 
 
 def cost(kernel: Kernel) -> float:
@@ -88,4 +86,6 @@ def default_variant(problem: Problem) -> VariantSpec:
     for family in families:
         spec = VariantSpec.from_values(family.name, {"mask_form": family.mask_forms[0], **family.defaults[0]})
         reasons.append(f"{family.name}: {problem_reason(problem, spec)}")
-    raise IllegalVariant(f"no kernel family can run {problem.name}: {'; '.join(reasons) or 'no family for this target'}")
+    raise IllegalVariant(
+        f"no kernel family can run {problem.name}: {'; '.join(reasons) or 'no family for this target'}"
+    )

@@ -42,7 +42,9 @@ class VariantSpec:
         """The spec of `family` with these axis values, shared axes among them."""
         missing = [a for a in SHARED_AXES if a not in values]
         if missing:
-            raise InvalidInput(f"a variant of {family} needs {', '.join(missing)}; got {', '.join(values) or 'nothing'}")
+            raise InvalidInput(
+                f"a variant of {family} needs {', '.join(missing)}; got {', '.join(values) or 'nothing'}"
+            )
         rest = tuple((n, v) for n, v in values.items() if n not in SHARED_AXES)
         return cls(family, str(values["mask_form"]), int(values["block_m"]), int(values["block_n"]), rest)
 

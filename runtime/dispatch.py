@@ -1,0 +1,297 @@
+"""From a call to the kernel that answers it, and the reason why it is that one.
+
+Look-up order: the winner tuned for exactly this problem, one of its shape bucket, the nearest tuned neighbour, the most
+preferred family's default, PyTorch. Winners are those of this very device model only; one's own database goes before
+what ships. What was found is kept, so that a repeated call costs one dictionary probe.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tilewright.generator.arch import arch_of_capability
+from tilewright.generator.errors import InvalidInput, StoreError, TilewrightError, ToolMissing, VariantFailed
+from tilewright.generator.problem import Problem
+from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
+from tilewright.runtime import environment
+from tilewright.runtime.canonical import canonical, mask_class
+from tilewright.runtime.fallback import fallback_attention
+from tilewright.runtime.launch import LoadedKernel
+from tilewright.runtime.masks import Mask, from_spec
+from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.runtime.winners import Match, WinnerTable, shipped_winners
+
+logger = logging.getLogger("tilewright")
+
+Reason = Literal["exact", "bucket", "neighbour", "heuristic", "fallback"]
+
+MAX_PREPARED = 256
+"""Calls kept prepared; the oldest goes first."""
+
+MAX_PREPARED_BYTES = 2 * 2**30
+"""Device memory that the plans of prepared calls may hold together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The dispatcher's answer to one problem.
+
+    spec: the variant, or None for PyTorch. reason: how it was found. detail: the reason in words.
+    tuned_time_us: what the winner took when it was tuned (on its own problem), None where nothing was measured.
+    """
+
+    problem: Problem
+    spec: VariantSpec | None
+    reason: Reason
+    detail: str
+    tuned_time_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call ready to be repeated: its choice and, unless PyTorch answers, the kernel and the mask's plan.
+
+    mask keeps the caller's mask tensors alive, so that an address in the look-up key is never reused meanwhile.
+    """
+
+    choice: Choice
+    mask: Mask | None
+    loaded: LoadedKernel | None
+    plan: MaskPlan | None
+
+
+class Dispatcher:
+    """Chooses, builds and keeps kernels for this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._winners: WinnerTable | None = None
+        self._prepared: dict[tuple[object, ...], Prepared] = {}
+        self._prepared_bytes = 0
+        self._kernels: dict[Kernel, LoadedKernel] = {}
+        self._failed: dict[Kernel, str] = {}
+        self._said: set[str] = set()
+
+    def reload(self) -> None:
+        """Read the winners anew, for instance after tuning in this process; built kernels are kept."""
+        with self._lock:
+            self._winners = None
+            self._prepared.clear()
+            self._prepared_bytes = 0
+            self._failed.clear()
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` of a checked call."""
+        look_up = call_key(query, key, mask)
+        prepared = self._prepared.get(look_up) if look_up is not None else None
+        if prepared is None:
+            prepared = self._prepare(query, key, mask, look_up)
+        if prepared.loaded is None or prepared.plan is None:
+            return fallback_attention(query, key, value, mask, scale)
+        return prepared.loaded.run(query, key, value, prepared.plan, scale)
+
+    def prepare(self, query: Tensor, key: Tensor, mask: Mask | None) -> Prepared:
+        """What `attend` would run; chosen, built and planned now if it was not before."""
+        look_up = call_key(query, key, mask)
+        prepared = self._prepared.get(look_up) if look_up is not None else None
+        return prepared or self._prepare(query, key, mask, look_up)
+
+    def choose(self, problem: Problem, device: torch.device | None = None) -> Choice:
+        """The choice for a problem: nothing is built. device: where it will run, for the device model's name."""
+        from tilewright.generator.space import default_variant, problem_reason
+
+        target = "cpu" if problem.target == "cpu" else str(device or "cuda")
+        match = self._find(problem, target, lambda spec: problem_reason(problem, spec) is None)
+        if match is not None:
+            return Choice(problem, match.winner.spec, match.reason, _match_text(match), match.winner.time_us)
+        try:
+            spec = default_variant(problem)
+        except TilewrightError as error:
+            return Choice(problem, None, "fallback", str(error))
+        detail = f"nothing tuned is near; the default of family {spec.family}. Run `tilewright tune` to do better"
+        return Choice(problem, spec, "heuristic", detail)
+
+    def _find(self, problem: Problem, target: str, legal: Any) -> Match | None:
+        with self._lock:
+            if self._winners is None:
+                self._winners = load_winners()
+            winners = self._winners
+        if not len(winners):
+            return None
+        try:
+            name = environment.device_name(target)
+        except InvalidInput:
+            return None
+        return winners.find(problem, name, legal)
+
+    def _prepare(self, query: Tensor, key: Tensor, mask: Mask | None, look_up: tuple[object, ...] | None) -> Prepared:
+        batch, num_heads, seqlen_q, _ = query.shape
+        seqlen_kv = key.shape[2]
+        if mask is not None:
+            mask.check(batch, num_heads, seqlen_q, seqlen_kv, query.device)
+        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+        with self._lock:
+            choice, loaded = self._choose_and_build(query, key, mask, capturing)
+            plan = None
+            if loaded is not None:
+                spec = loaded.kernel.spec
+                plan = build_plan(
+                    canonical(mask, seqlen_q, seqlen_kv),
+                    spec.mask_form,
+                    spec.block_m,
+                    spec.block_n,
+                    batch=batch,
+                    num_heads=num_heads,
+                    seqlen_q=seqlen_q,
+                    seqlen_kv=seqlen_kv,
+                    device=query.device,
+                )
+            prepared = Prepared(choice, mask, loaded, plan)
+            # A plan made while a graph is captured holds values only once the graph has been replayed.
+            if look_up is not None and not capturing:
+                self._keep(look_up, prepared)
+        return prepared
+
+    def _keep(self, look_up: tuple[object, ...], prepared: Prepared) -> None:
+        self._prepared[look_up] = prepared
+        self._prepared_bytes += _plan_bytes(prepared)
+        while len(self._prepared) > 1 and (
+            len(self._prepared) > MAX_PREPARED or self._prepared_bytes > MAX_PREPARED_BYTES
+        ):
+            oldest = self._prepared.pop(next(iter(self._prepared)))
+            self._prepared_bytes -= _plan_bytes(oldest)
+
+    def _choose_and_build(
+        self, query: Tensor, key: Tensor, mask: Mask | None, capturing: bool
+    ) -> tuple[Choice, LoadedKernel | None]:
+        try:
+            problem = problem_of(query, key, mask)
+        except InvalidInput as error:  # a device that no known architecture matches
+            raise InvalidInput(f"{error}; tilewright cannot run on {query.device}") from error
+        choice = self.choose(problem, query.device)
+        if choice.spec is None:
+            self._say(f"{problem.name}: answered by PyTorch: {choice.detail}")
+            return choice, None
+        try:
+            return choice, self._load(kernel_of(problem, choice.spec), capturing)
+        except (ToolMissing, VariantFailed, InvalidInput) as error:
+            if capturing and isinstance(error, InvalidInput):
+                raise
+            self._say(f"{problem.name}: answered by PyTorch, because {choice.spec.name} cannot be made here: {error}")
+            return Choice(problem, None, "fallback", f"{choice.spec.name} cannot be made here: {error}"), None
+
+    def _load(self, kernel: Kernel, capturing: bool) -> LoadedKernel:
+        loaded = self._kernels.get(kernel)
+        if loaded is not None:
+            return loaded
+        if capturing:
+            raise InvalidInput(
+                f"{kernel.spec.name} is not loaded yet, and a CUDA graph is being captured; call attention once with "
+                "these shapes before the capture"
+            )
+        if kernel in self._failed:
+            raise ToolMissing(self._failed[kernel])
+        from tilewright.generator.build import build, find_artifact
+        from tilewright.generator.render import render
+
+        rendered = render(kernel)
+        try:
+            path = find_artifact(rendered)
+            if path is None:
+                logger.warning("compiling %s for %s D%d (once)", kernel.spec.name, kernel.dtype, kernel.head_dim)
+                path = build(rendered)
+            loaded = LoadedKernel(path, kernel, rendered.module_name)
+        except TilewrightError as error:
+            self._failed[kernel] = str(error)
+            raise
+        self._kernels[kernel] = loaded
+        return loaded
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+
+def call_key(query: Tensor, key: Tensor, mask: Mask | None) -> tuple[object, ...] | None:
+    """What a prepared call is kept under; None for a mask whose tensors do not tell when they are written to."""
+    shape = (query.shape, key.shape, query.dtype, query.device)
+    if mask is None:
+        return shape
+    if not mask.tensors:
+        return (*shape, mask.spec)
+    if any(t.is_inference() for t in mask.tensors):
+        return None
+    return (*shape, mask.spec, *((t.data_ptr(), t._version, t.shape, t.stride(), t.dtype) for t in mask.tensors))
+
+
+def target_of(device: torch.device) -> str:
+    """The architecture name of a torch device; `InvalidInput` for one that tilewright has no kernels for."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise InvalidInput(f"tensors must be on cpu or an NVIDIA cuda device, got {device}")
+    return arch_of_capability(*torch.cuda.get_device_capability(device)).name
+
+
+def problem_of(query: Tensor, key: Tensor, mask: Mask | None) -> Problem:
+    """The `Problem` that a checked call poses on its device."""
+    batch, num_heads, seqlen_q, head_dim = query.shape
+    return Problem(
+        dtype=str(query.dtype).removeprefix("torch."),
+        head_dim=head_dim,
+        batch=batch,
+        num_heads=num_heads,
+        num_kv_heads=key.shape[1],
+        seqlen_q=seqlen_q,
+        seqlen_kv=key.shape[2],
+        target=target_of(query.device),
+        mask=mask_class(mask, batch, num_heads, seqlen_q, key.shape[2]),
+    )
+
+
+def load_winners() -> WinnerTable:
+    """One's own winners first, then those that ship. A database that cannot be read is told of and passed over."""
+    own = []
+    try:
+        from tilewright.generator.toolchain import cache_path
+
+        if (cache_path() / "tilewright.db").exists():
+            from tilewright.runtime.store.database import Store
+
+            store = Store.open_existing()
+            if store is not None:
+                own = store.winners()
+    except (StoreError, InvalidInput) as error:
+        logger.warning("tuned winners are not used: %s", error)
+    return WinnerTable([*own, *shipped_winners()])
+
+
+def mask_from_operator(spec: str, tensors: list[Tensor]) -> Mask | None:
+    """The mask that travelled through a torch operator as text and tensors; empty text is no mask."""
+    return from_spec(spec, tensors) if spec else None
+
+
+def _plan_bytes(prepared: Prepared) -> int:
+    return prepared.plan.extra_bytes if prepared.plan is not None else 0
+
+
+def _match_text(match: Match) -> str:
+    if match.reason == "exact":
+        return f"tuned for this problem ({match.winner.source})"
+    tuned_for = match.winner.problem.name
+    if match.reason == "bucket":
+        return f"tuned for a problem of the same shape bucket: {tuned_for} ({match.winner.source})"
+    return f"tuned for a neighbour at distance {match.distance:.2f}: {tuned_for} ({match.winner.source})"
+
+
+DISPATCHER = Dispatcher()
+"""The process-wide dispatcher."""
