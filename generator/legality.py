@@ -74,7 +74,7 @@ def _family_reason(kernel: Kernel, family: Family) -> str | None:
 
 
 def legality(kernel: Kernel) -> str | None:
-    """None when `kernel` may exist, else the one-line reason why not. Pure: no device, no compiler, no file but ours."""
+    """None when `kernel` may exist, else the one-line reason why not. Pure: it needs no device."""
     family = family_named(kernel.spec.family)
     arch = arch_named(kernel.arch)
     reason = _family_reason(kernel, family)
