@@ -39,6 +39,7 @@ from tilewright.generator.render import Rendered
 from tilewright.generator.variant import Kernel
 
 TIMEOUT_S = 300.0
+KILL_S = 5.0
 
 JOB_BYTES = {"cpp": 1 << 30, "cuda": 2 << 30}
 """Memory set aside for one compiler: cicc and ptxas pass 1 GiB on unrolled kernels, cc1plus 0.5 GiB, and the worker
@@ -175,11 +176,15 @@ class _Worker:
         """End the worker and every compiler below it."""
         # ninja puts each compiler in a process group of its own, so the worker's group is not enough; all of them
         # stay in the session that the worker leads.
-        for pid in session_members(self.process.pid):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_S
+        # Once more until none is left: one may have been starting another.
+        while (members := session_members(self.process.pid)) and time.monotonic() < deadline:
+            for pid in members:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self._errors):
             if pipe is not None:
@@ -188,12 +193,12 @@ class _Worker:
 
 
 def session_members(session: int) -> list[int]:
-    """The processes of a session, by /proc; empty where there is no /proc."""
+    """The living processes of a session, by /proc; empty where there is no /proc."""
     members = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         # pid (name, which may hold anything) state parent group session ...
         fields = _read(str(entry)).rpartition(")")[2].split()
-        if len(fields) > 3 and int(fields[3]) == session:
+        if len(fields) > 3 and int(fields[3]) == session and fields[0] not in "ZX":
             members.append(int(entry.parent.name))
     return members
 

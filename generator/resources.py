@@ -60,7 +60,16 @@ def compile_sources(rendered: Rendered, out_dir: Path, *, timeout_s: float = 600
         toolkit = toolchain.cuda_toolkit()
         toolchain.check_nvcc_release(toolkit, arch)
         source = out_dir / "kernel.cu"
-        command = [str(toolkit.path), "-cubin", "-Xptxas=-v", *flags, *toolchain.host_compiler_flags(), str(source), "-o", str(out_dir / "kernel.cubin")]
+        command = [
+            str(toolkit.path),
+            "-cubin",
+            "-Xptxas=-v",
+            *flags,
+            *toolchain.host_compiler_flags(),
+            str(source),
+            "-o",
+            str(out_dir / "kernel.cubin"),
+        ]
     else:
         source = out_dir / "kernel.cpp"
         python = f"-I{sysconfig.get_path('include', scheme='posix_prefix')}"
