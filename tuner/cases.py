@@ -61,6 +61,9 @@ SHAPES: tuple[CaseShape, ...] = (
 )
 """Every case; far layouts last, because they are the only ones that can be refused memory."""
 
+BLOCK_SIZES = ((64, 64), (3, 5), (128, 32), (16, 48), (1, 7))
+"""Granularities of block masks: ones that match no tile, that match some, and that are not square."""
+
 SCAN_TERMS: tuple[tuple[str, ...], ...] = (
     ("bound", "window", "stride"),
     ("and_bits",),
@@ -175,8 +178,10 @@ def _and_part(term: str, shape: CaseShape, generator: torch.Generator, device: t
 
 
 def _blocks(shape: CaseShape, generator: torch.Generator, device: torch.device, density: float) -> Mask:
-    # Sizes that match no tile, that match some, and that are not square.
-    block_q, block_kv = ((64, 64), (3, 5), (128, 32), (16, 48), (1, 7))[_pick(generator, 0, 4)]
+    # At least two blocks each way where the lengths allow it, so that heads can differ.
+    sizes = [(q, kv) for q, kv in BLOCK_SIZES if 2 * q <= max(shape.seqlen_q, 2) and 2 * kv <= max(shape.seqlen_kv, 2)]
+    sizes = sizes or [(2, 1)]
+    block_q, block_kv = sizes[_pick(generator, 0, len(sizes) - 1)]
     grid = (shape.batch, shape.num_heads, -(-shape.seqlen_q // block_q), -(-shape.seqlen_kv // block_kv))
     active = torch.rand(grid, generator=generator) < density
     if shape.style == "full":
