@@ -15,6 +15,8 @@ def pack_bits(active: Tensor) -> Tensor:
     """bool [..., n] as int32 words [..., ceil(n / 32)]: bit i % 32 of word i / 32; bits past n are 0."""
     length = active.shape[-1]
     words = ceil_div(length, 32)
+    if active.numel() == 0:
+        return torch.zeros(*active.shape[:-1], words, dtype=torch.int32, device=active.device)
     if words * 32 != length:
         active = torch.nn.functional.pad(active, (0, words * 32 - length))
     # Eight bools make a byte and four bytes, lowest first, make a word on every little-endian machine.

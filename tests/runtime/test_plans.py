@@ -257,7 +257,7 @@ def tiles_of(mask: masks.Mask | None, shape: tuple[int, int], tile: tuple[int, i
     seqlen_q, seqlen_kv = shape
     parts = canonical(mask, seqlen_q, seqlen_kv)
     plan = build_plan(
-        canonical(mask, *shape),
+        parts,
         "list",
         *tile,
         batch=1,
@@ -351,9 +351,7 @@ def test_a_scan_mask_of_more_than_8_gib_is_refused_with_advice() -> None:
     n = 96_000
     parts = canonical(masks.causal(), n, n)
     with pytest.raises(InvalidInput, match=r"scan needs 8\.6 GiB .* use form list"):
-        build_plan(
-            canonical(masks.causal(), n, n), "scan", 64, 64, batch=1, num_heads=1, seqlen_q=n, seqlen_kv=n, device="cpu"
-        )
+        build_plan(parts, "scan", 64, 64, batch=1, num_heads=1, seqlen_q=n, seqlen_kv=n, device="cpu")
 
 
 def test_other_lengths_than_the_canonical_mask_was_made_for_are_refused() -> None:
@@ -366,9 +364,7 @@ def test_a_mask_that_does_not_fit_is_refused_when_planned() -> None:
     mask = masks.block_mask(torch.ones(3, 2, 2, dtype=torch.bool), 16)
     parts = canonical(mask, 32, 32)
     with pytest.raises(InvalidInput, match=r"\[batch, heads\] = \[1, 4\]"):
-        build_plan(
-            canonical(mask, 32, 32), "list", 16, 16, batch=1, num_heads=4, seqlen_q=32, seqlen_kv=32, device="cpu"
-        )
+        build_plan(parts, "list", 16, 16, batch=1, num_heads=4, seqlen_q=32, seqlen_kv=32, device="cpu")
 
 
 def test_scan_chunks_agree_with_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
