@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -44,6 +45,11 @@ def _cpp_bool(value: object) -> str:
     return "true" if value else "false"
 
 
+def _tidy(text: str) -> str:
+    """Macros end where they end: at most one blank line between parts, none at the end."""
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
+
+
 @cache
 def _environment() -> jinja2.Environment:
     import jinja2  # not needed to dispatch what is already built
@@ -81,7 +87,7 @@ def render(kernel: Kernel) -> Rendered:
     for file in _FILES[family.language]:
         # A CUDA family's binding is the same for all of them.
         template = "_stages/binding.cpp.jinja" if file == "binding.cpp" else f"{family.name}/{file}.jinja"
-        texts[file] = _environment().get_template(template).render(context)
+        texts[file] = _tidy(_environment().get_template(template).render(context))
     whole = "".join(f"// {name}\n{text}" for name, text in sorted(texts.items()))
     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
     sources = {name: text.replace(_PLACEHOLDER, digest) for name, text in texts.items()}
