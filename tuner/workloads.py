@@ -205,7 +205,8 @@ def _row(table: dict[str, Any], where: str) -> WorkloadRow:
     if missing:
         raise InvalidInput(f"{where}: {', '.join(missing)} missing; every row needs them")
     try:
-        row = WorkloadRow(**{k: tuple(v) if k in _LISTS else v for k, v in table.items()})
+        fields: dict[str, Any] = {key: tuple(value) if key in _LISTS else value for key, value in table.items()}
+        row = WorkloadRow(**fields)
         row.make_mask()
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from error
