@@ -208,6 +208,8 @@ class ProblemRun:
     def _conclude(self) -> None:
         self.result.baselines = self.history.baselines()
         self.result.outcomes = self.history.outcomes()
+        if self.result.status is Status.UNREACHED and not self.result.message and self._out_of_time():
+            self.result.message = "the time limit ended the search before any variant was measured"
         if self.result.winner is None and self.history.searched and not self.history.usable():
             self.result.status = Status.FAILED
             failed = {str(m.outcome): m.message.splitlines() for m in self.history.searched.values()}

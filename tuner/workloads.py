@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from tilewright.generator.errors import InvalidInput
-from tilewright.generator.problem import DTYPES, MaskClass, Problem, check_head_dim
+from tilewright.generator.problem import DTYPES, Problem, check_head_dim
 from tilewright.runtime.canonical import mask_class
-from tilewright.runtime.masks import Mask, from_spec
+from tilewright.runtime.masks import Mask
 from tilewright.tuner.mask_text import MaskShape, parse_mask
 
 TARGET_KINDS = ("cpu", "cuda")
@@ -69,20 +69,6 @@ class WorkloadRow:
             mask.check(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv, torch.device("cpu"))
         return mask
 
-    def mask_class(self) -> MaskClass:
-        """What kind of mask the row has; its density is known, because it is read on the CPU."""
-        return mask_class(self.make_mask(), self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
-
-    def active_pairs(self) -> float:
-        """(query, key) pairs that count, over all batches and heads."""
-        density = self.mask_class().density
-        pairs = self.batch * self.num_heads * self.seqlen_q * self.seqlen_kv
-        return pairs * (1.0 if density is None else density)
-
-    def flops(self) -> float:
-        """Floating-point operations of the forward call: 4 head_dim for each active pair."""
-        return 4.0 * self.head_dim * self.active_pairs()
-
     def problem(self, target: str) -> Problem:
         """The problem this row is on an architecture; the key its winner is stored under."""
         made = self.make_mask()
@@ -115,7 +101,7 @@ class WorkloadRow:
         query = normal(self.num_heads, self.seqlen_q)
         key, value = normal(self.num_kv_heads, self.seqlen_kv), normal(self.num_kv_heads, self.seqlen_kv)
         made = self.make_mask()
-        return query, key, value, None if made is None else _to_device(made, where)
+        return query, key, value, None if made is None else made.to(where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +203,3 @@ def _known_keys(table: dict[str, Any], allowed: tuple[str, ...], where: str) -> 
     unknown = [key for key in table if key not in allowed]
     if unknown:
         raise InvalidInput(f"{where}: unknown key {', '.join(unknown)}; allowed: {', '.join(allowed)}")
-
-
-def _to_device(mask: Mask, device: torch.device) -> Mask:
-    return from_spec(mask.spec, tuple(tensor.to(device) for tensor in mask.tensors))

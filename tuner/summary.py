@@ -1,0 +1,89 @@
+"""A tuning run as plain data: what `tilewright tune --json` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.tuner.active_pairs import row_active_pairs
+from tilewright.tuner.history import fairest_baseline
+from tilewright.tuner.progress import ProblemResult, Status, TuneReport
+
+
+def summary(report: TuneReport, *, workload: str, effort: str, database: str) -> dict[str, Any]:
+    """The run as JSON-ready values: `rows` as `tilewright bench` writes them, `problems`, and counts by outcome.
+
+    A row's rate counts active pairs only, 4 head_dim operations each. Counting reads every row's mask, on the device.
+    """
+    environment = report.target.environment
+    return {
+        "workload": workload,
+        "effort": effort,
+        "target": report.target.arch,
+        "device": environment.device,
+        "devices": list(report.target.devices),
+        "database": database,
+        "seconds": round(report.seconds, 3),
+        "interrupted": report.interrupted,
+        "out_of_time": report.out_of_time,
+        "outcomes": dict(report.outcomes),
+        "problems": [_problem(result) for result in report.results],
+        "rows": [row for result in report.results for row in _rows(result, report)],
+    }
+
+
+def _problem(result: ProblemResult) -> dict[str, Any]:
+    baseline = fairest_baseline(result.problem, result.baselines)
+    return {
+        "workload": result.row.name,
+        "problem": result.problem.name,
+        "status": str(result.status),
+        "variant": result.winner.name if result.winner else None,
+        "time_us": result.time_us,
+        "default_variant": result.default.name if result.default else None,
+        "default_time_us": result.default_time_us,
+        "gain": _ratio(result.default_time_us, result.time_us),
+        "baseline": baseline[0] if baseline else None,
+        "speedup": _ratio(baseline[1] if baseline else None, result.time_us),
+        "measured": result.measured,
+        "known": result.known,
+        "outcomes": dict(result.outcomes),
+        "message": result.message,
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def _rows(result: ProblemResult, report: TuneReport) -> list[dict[str, Any]]:
+    times: list[tuple[str, float | None, str | None]] = []
+    if result.winner is not None:
+        times.append(("tilewright", result.time_us, result.winner.name))
+    if result.default is not None and result.default_time_us is not None:
+        times.append(("tilewright_default", result.default_time_us, result.default.name))
+    times += [(name, time_us, None) for name, time_us in result.baselines.items()]
+    rows = [_row(result, report, *entry) for entry in times]
+    if result.winner is None:
+        error = result.message or ("not reached" if result.status is Status.UNREACHED else "no winner")
+        rows.insert(0, {**_row(result, report, "tilewright", None, None), "error": error})
+    return rows
+
+
+def _row(
+    result: ProblemResult, report: TuneReport, implementation: str, time_us: float | None, variant: str | None
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "workload": result.row.name,
+        "implementation": implementation,
+        "device": report.target.environment.device,
+        "time_ms": time_us / 1e3 if time_us else None,
+        "tflops": None,
+        "extra_mib": None,
+        "max_error": result.max_error if implementation == "tilewright" else None,
+        "variant": variant,
+    }
+    if time_us:
+        pairs = row_active_pairs(result.row, report.target.devices[0])
+        row["tflops"] = 4 * result.problem.head_dim * pairs / time_us / 1e6
+    return row
+
+
+def _ratio(other_us: float | None, time_us: float | None) -> float | None:
+    return other_us / time_us if other_us and time_us else None
