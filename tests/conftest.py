@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
@@ -24,7 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "nvcc": None if _has_nvcc() else "no nvcc",
         "gpu": None if torch.cuda.is_available() and _has_nvcc() else "no CUDA device with nvcc",
-        "postgres": None if shutil.which("initdb") and shutil.which("pg_ctl") else "no PostgreSQL server programs",
     }
     for item in items:
         for marker, reason in missing.items():

@@ -1,0 +1,48 @@
+# make tune: set up .venv and tune on this machine's own device; ARGS go to `tilewright tune`.
+# make test: the same set-up, then every check that has to pass.
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+LINKS := .links/tilewright
+ROOMS := templates generator runtime tuner results
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: tune test lint types links clean
+.DELETE_ON_ERROR:
+
+tune: $(VENV)/tune.stamp
+	$(BIN)/tilewright tune $(ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/test.stamp links
+	MYPYPATH=.links $(BIN)/mypy --strict -p tilewright
+
+# The rooms are one package only once installed; mypy sees them as one through links.
+links:
+	@rm -rf .links && mkdir -p $(LINKS)
+	@ln -s $(foreach room,$(ROOMS),../../$(room)) $(patsubst %,../../%,$(filter-out %/__pycache__,$(wildcard tilewright/*))) $(LINKS)/
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {v[0]}.{v[1]}; run make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/tune.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/tune.stamp
+
+clean:
+	rm -rf $(VENV) .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
