@@ -29,6 +29,11 @@ def mask_of_block_mask(flex_mask: flex_attention.BlockMask) -> Mask:
     """
     if type(flex_mask).__name__ != "BlockMask":
         raise InvalidInput(f"expected a FlexAttention BlockMask, got {type(flex_mask).__name__}")
+    if torch.compiler.is_compiling():
+        raise InvalidInput(
+            "a BlockMask cannot be converted inside a compiled function, got one there; call "
+            "masks.from_block_mask outside and pass the mask it returns"
+        )
     seqlen_q, seqlen_kv = flex_mask.seq_lengths
     size_q, size_kv = flex_mask.BLOCK_SIZE
     blocks_q, blocks_kv = ceil_div(seqlen_q, size_q), ceil_div(seqlen_kv, size_kv)

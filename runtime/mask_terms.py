@@ -186,6 +186,9 @@ class GlobalTokens(Mask):
         assert self.host is not None
         return self.host
 
+    def to(self, device: torch.device | str) -> Mask:
+        return GlobalTokens(self.indices.to(device), self.is_sorted, self.host)
+
     def key_flags(self, seqlen_kv: int, device: torch.device) -> Tensor:
         """bool [seqlen_kv], True for the listed keys."""
         flags = torch.zeros(seqlen_kv, dtype=torch.bool, device=device)
@@ -359,6 +362,9 @@ class _Pair(Mask):
     def lead(self) -> tuple[int, int]:
         (batch_1, heads_1), (batch_2, heads_2) = self.first.lead, self.second.lead
         return max(batch_1, batch_2), max(heads_1, heads_2)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return type(self)(self.first.to(device), self.second.to(device))
 
     def check(
         self, batch: int, num_heads: int, seqlen_q: int, seqlen_kv: int, device: torch.device | str = "cpu"
