@@ -82,6 +82,11 @@ class Worker:
             return Measured(error.outcome, message=str(error))
         return measured
 
+    def verify(self, kernel: Kernel, artifact: Path, timeout_s: float = 120.0) -> VerifyReport:
+        """Run every adversarial case of one artifact; no row is needed. Raises the `VariantFailed` that ended it."""
+        report: VerifyReport = self._request("verify", (kernel, artifact), timeout_s)
+        return report
+
     def compare(
         self, targets: Sequence[tuple[Kernel, Path]], rounds: int, timeout_s: float = 120.0
     ) -> list[list[float]]:

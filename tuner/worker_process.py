@@ -88,6 +88,10 @@ class Session:
             report = shape
         return Measured(Outcome.WRONG, message=report.message, **self._errors([report]), **used)
 
+    def verify(self, kernel: Kernel, artifact: Path) -> VerifyReport:
+        """Every adversarial case of the kernel; needs no row."""
+        return verify(self._load(kernel, artifact), self.device, book=self.book)
+
     def compare(self, targets: Sequence[Target], rounds: int) -> list[list[float]]:
         """Times in microseconds of each kernel, taken in turn."""
         loaded = [self._load(kernel, artifact) for kernel, artifact in targets]
