@@ -1,0 +1,252 @@
+"""`tilewright bench`: tilewright beside PyTorch's own attention and others', in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.generator.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tilewright.tuner.bench import Bench, BenchRow
+    from tilewright.tuner.ladder import LadderRow
+
+LADDER = "ladder"
+
+PIPE_WIDTH = 200
+"""Columns of a table that goes into a pipe or a file."""
+
+DESCRIPTION = """\
+Time tilewright and its peers on the same inputs, each at its best setting, each checked against fp64, caches flushed
+between runs. Losses are shown. A row that ignores the mask says so and does not count as the best peer.
+
+--suite ladder times the steps from one thread a query to gathered tiles on tensor cores, at 64 to 8192 tokens, and
+writes ladder.csv and ladder.png.
+
+example: tilewright bench --suite longformer --json longformer.json"""
+
+FAILED = 1
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="tilewright beside PyTorch's own attention and others'",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--suite",
+        default="quick",
+        metavar="NAME|FILE",
+        help="a shipped workload, a .toml file or ladder (default: quick)",
+    )
+    parser.add_argument(
+        "--target", default="auto", metavar="TARGET", help="auto, cpu, cuda or cuda:INDEX (default: auto)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - is standard output, without a table")
+    parser.add_argument(
+        "--peers", metavar="A,B", help="only these peers, or none (default: all that can answer the call)"
+    )
+    parser.add_argument("--rows", metavar="TEXT", help="only the rows whose name contains this")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where ladder.csv and ladder.png go")
+    parser.add_argument(
+        "--lengths", type=_lengths, metavar="N,N", help="lengths of the ladder (default: 64,128,...,8192)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Benchmark; 1 where tilewright itself failed on a row."""
+    from tilewright.tuner.bench import Bench, bench_device
+
+    device = bench_device(args.target)
+    console = _console(to_stderr=args.json == "-")
+    with _status(console) as say:
+        bench = Bench(device, lambda workload, implementation: say(f"{workload}: {implementation}"))
+        rows = _ladder(args, bench, console) if args.suite == LADDER else _suite(args, bench, console)
+    if args.json:
+        text = json.dumps([row.to_dict() for row in rows], indent=1) + "\n"
+        _write(args.json, text)
+    return FAILED if any(row.error for row in rows if row.implementation == "tilewright") else 0
+
+
+def _suite(args: argparse.Namespace, bench: Bench, console: Console) -> list[BenchRow]:
+    from tilewright.tuner.bench import own
+    from tilewright.tuner.peers import all_peers, peers_named
+    from tilewright.tuner.workloads import load_workload
+
+    peers = list(all_peers().values()) if args.peers is None else peers_named(args.peers)
+    chosen = [
+        row for row in load_workload(args.suite).rows_for(bench.device.type) if not args.rows or args.rows in row.name
+    ]
+    if not chosen:
+        raise InvalidInput(f"no row of {args.suite} for {bench.device.type} has {args.rows!r} in its name")
+    rows: list[BenchRow] = []
+    for row in chosen:
+        found = list(bench.rows(row, [own(), *peers], named=args.peers is not None))
+        rows += found
+        if args.json != "-":
+            console.print(suite_table(found))
+    return rows
+
+
+def _ladder(args: argparse.Namespace, bench: Bench, console: Console) -> list[BenchRow]:
+    from tilewright.runtime.dispatch import target_of
+    from tilewright.tuner.ladder import LENGTHS, ladder_rows, write_csv, write_plot
+
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"--out {args.out} cannot be made: {error.strerror}; give another directory") from error
+    rows = list(ladder_rows(bench, target_of(bench.device), lengths=args.lengths or LENGTHS))
+    if args.json != "-":
+        console.print(ladder_table(rows))
+    write_csv(rows, args.out / "ladder.csv")
+    missing = write_plot(rows, args.out / "ladder.png")
+    console.print(
+        f"wrote {args.out / 'ladder.csv'}" + (f"; {missing}" if missing else f" and {args.out / 'ladder.png'}")
+    )
+    return [row.bench for row in rows]
+
+
+def suite_table(rows: Sequence[BenchRow]) -> Table:
+    """The rows of one workload: times, and each one's speed against the best peer that computes the same function."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    best = best_peer(rows)
+    table = Table(title=escape(f"{rows[0].workload} ({rows[0].device})"), title_justify="left")
+    for column in (
+        "implementation",
+        "ms",
+        "x best peer",
+        "TFLOP/s",
+        "extra MiB",
+        "max error",
+        "variant, or what failed",
+    ):
+        table.add_column(column, justify="left" if column.startswith(("impl", "variant")) else "right", overflow="fold")
+    for row in rows:
+        table.add_row(
+            row.implementation,
+            _figure(row.time_ms, ".3f"),
+            _ratio(row, best),
+            _figure(row.tflops, ".3g"),
+            _figure(row.extra_mib, ".1f"),
+            _figure(row.max_error, ".1e"),
+            escape(row.error or row.variant or ""),
+            style="red" if row.error else "bold" if row.implementation == "tilewright" else None,
+        )
+    return table
+
+
+def best_peer(rows: Sequence[BenchRow]) -> float | None:
+    """The fastest time in ms among the others that compute the same function; None where there is none."""
+    from tilewright.tuner.peers import ANOTHER_FUNCTION
+
+    times = [
+        row.time_ms
+        for row in rows
+        if row.implementation != "tilewright"
+        and row.time_ms is not None
+        and not (row.variant or "").startswith(ANOTHER_FUNCTION)
+    ]
+    return min(times, default=None)
+
+
+def _ratio(row: BenchRow, best: float | None) -> str:
+    if row.time_ms is None or best is None:
+        return ""
+    ratio = best / row.time_ms
+    if row.implementation != "tilewright":
+        return f"{ratio:.2f}"
+    return f"[green]{ratio:.2f}[/]" if ratio >= 1 else f"[red]{ratio:.2f} LOSS[/]"
+
+
+def ladder_table(rows: Sequence[LadderRow]) -> Table:
+    """A line an implementation, a column a length, then what the kernel uses of the GPU."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    lengths = list(dict.fromkeys(row.seqlen for row in rows))
+    table = Table(title=escape(f"ladder, milliseconds ({rows[0].bench.device})"), title_justify="left")
+    table.add_column("implementation")
+    for length in lengths:
+        table.add_column(f"N={length}", justify="right")
+    for column in ("registers", "spills, B", "smem, B"):
+        table.add_column(column, justify="right")
+    notes: list[str] = []
+    for name in dict.fromkeys(row.bench.implementation for row in rows):
+        mine = {row.seqlen: row for row in rows if row.bench.implementation == name}
+        last = list(mine.values())[-1]
+        cells = [_figure(mine[n].bench.time_ms, ".4f") if n in mine else "" for n in lengths]
+        failed = dict.fromkeys(str(row.bench.error) for row in mine.values() if row.bench.error)
+        notes += [f"{name}: {text}" for text in failed]
+        label = f"{name} (another function)" if name == "sdpa_dense" else name
+        table.add_row(label, *cells, *(_figure(v, "d") for v in (last.registers, last.local_bytes, last.smem_bytes)))
+    if notes:
+        table.caption = escape("\n".join(notes))
+        table.caption_justify = "left"
+    return table
+
+
+def _figure(value: Any, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise argparse.ArgumentTypeError(f"lengths must be integers of 1 or more with commas between, got {text!r}")
+    return lengths
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"--json {target} cannot be written: {error.strerror}; give another file") from error
+
+
+def _console(*, to_stderr: bool) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if to_stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False)
+
+
+def _status(console: Console) -> AbstractContextManager[Callable[[str], None]]:
+    """What is being measured, as a line that goes away on a terminal, and as lines on stderr elsewhere."""
+    if console.is_terminal:
+        return _Spinner(console)
+    return nullcontext(lambda text: print(text, file=sys.stderr, flush=True))
+
+
+class _Spinner:
+    def __init__(self, console: Console) -> None:
+        self._status = console.status("")
+
+    def __enter__(self) -> Callable[[str], None]:
+        from rich.markup import escape
+
+        self._status.__enter__()
+        return lambda text: self._status.update(escape(text))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._status.__exit__(*exception)
