@@ -60,9 +60,7 @@ def _axes(**axes: AxisValue) -> tuple[tuple[str, AxisValue], ...]:
 
 
 # A warp a row and one float a read, as in online_softmax: only the list is new.
-_WARP_A_ROW = _axes(
-    block_m=16, block_n=32, num_warps=4, lanes_per_row=32, vector=1, num_stages=1, q_in_registers=False
-)
+_WARP_A_ROW = _axes(block_m=16, block_n=32, num_warps=4, lanes_per_row=32, vector=1, num_stages=1, q_in_registers=False)
 _SHARED_ROWS = _axes(block_m=64, block_n=32, num_warps=4, lanes_per_row=8, vector=4, q_in_registers=False)
 _PLAIN_CPU = _axes(cached_panels=0, schedule="static")
 

@@ -44,24 +44,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--suite",
-        default="quick",
-        metavar="NAME|FILE",
-        help="a shipped workload, a .toml file or ladder (default: quick)",
-    )
-    parser.add_argument(
-        "--target", default="auto", metavar="TARGET", help="auto, cpu, cuda or cuda:INDEX (default: auto)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - is standard output, without a table")
-    parser.add_argument(
-        "--peers", metavar="A,B", help="only these peers, or none (default: all that can answer the call)"
-    )
-    parser.add_argument("--rows", metavar="TEXT", help="only the rows whose name contains this")
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where ladder.csv and ladder.png go")
-    parser.add_argument(
-        "--lengths", type=_lengths, metavar="N,N", help="lengths of the ladder (default: 64,128,...,8192)"
-    )
+    add = parser.add_argument
+    add("--suite", default="quick", metavar="NAME|FILE", help="a workload, a .toml file or ladder (default: quick)")
+    add("--target", default="auto", metavar="TARGET", help="auto, cpu, cuda or cuda:INDEX (default: auto)")
+    add("--json", metavar="FILE", help="write the rows as JSON; - is standard output, without a table")
+    add("--peers", metavar="A,B", help="only these peers, or none (default: all that can answer the call)")
+    add("--rows", metavar="TEXT", help="only the rows whose name contains this")
+    add("--out", type=Path, default=Path(), metavar="DIR", help="where ladder.csv and ladder.png go")
+    add("--lengths", type=_lengths, metavar="N,N", help="lengths of the ladder (default: 64,128,...,8192)")
     parser.set_defaults(run=run)
 
 
@@ -75,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
         bench = Bench(device, lambda workload, implementation: say(f"{workload}: {implementation}"))
         rows = _ladder(args, bench, console) if args.suite == LADDER else _suite(args, bench, console)
     if args.json:
-        text = json.dumps([row.to_dict() for row in rows], indent=1) + "\n"
-        _write(args.json, text)
+        _write(args.json, rows)
     return FAILED if any(row.error for row in rows if row.implementation == "tilewright") else 0
 
 
@@ -97,6 +86,8 @@ def _suite(args: argparse.Namespace, bench: Bench, console: Console) -> list[Ben
         rows += found
         if args.json != "-":
             console.print(suite_table(found))
+            if args.json:
+                _write(args.json, rows)  # so far: a long run that is cut short keeps what it has
     return rows
 
 
@@ -113,9 +104,8 @@ def _ladder(args: argparse.Namespace, bench: Bench, console: Console) -> list[Be
         console.print(ladder_table(rows))
     write_csv(rows, args.out / "ladder.csv")
     missing = write_plot(rows, args.out / "ladder.png")
-    console.print(
-        f"wrote {args.out / 'ladder.csv'}" + (f"; {missing}" if missing else f" and {args.out / 'ladder.png'}")
-    )
+    plot = f"; {missing}" if missing else f" and {args.out / 'ladder.png'}"
+    console.print(f"wrote {args.out / 'ladder.csv'}{plot}")
     return [row.bench for row in rows]
 
 
@@ -126,16 +116,10 @@ def suite_table(rows: Sequence[BenchRow]) -> Table:
 
     best = best_peer(rows)
     table = Table(title=escape(f"{rows[0].workload} ({rows[0].device})"), title_justify="left")
-    for column in (
-        "implementation",
-        "ms",
-        "x best peer",
-        "TFLOP/s",
-        "extra MiB",
-        "max error",
-        "variant, or what failed",
-    ):
-        table.add_column(column, justify="left" if column.startswith(("impl", "variant")) else "right", overflow="fold")
+    table.add_column("implementation")
+    for column in ("ms", "x best peer", "TFLOP/s", "extra MiB", "max error"):
+        table.add_column(column, justify="right")
+    table.add_column("variant, or what failed", overflow="fold")
     for row in rows:
         table.add_row(
             row.implementation,
@@ -183,7 +167,8 @@ def ladder_table(rows: Sequence[LadderRow]) -> Table:
     table.add_column("implementation")
     for length in lengths:
         table.add_column(f"N={length}", justify="right")
-    for column in ("registers", "spills, B", "smem, B"):
+    on_gpu = any(row.registers is not None for row in rows)
+    for column in ("registers", "spills, B", "smem, B") if on_gpu else ():
         table.add_column(column, justify="right")
     notes: list[str] = []
     for name in dict.fromkeys(row.bench.implementation for row in rows):
@@ -193,7 +178,8 @@ def ladder_table(rows: Sequence[LadderRow]) -> Table:
         failed = dict.fromkeys(str(row.bench.error) for row in mine.values() if row.bench.error)
         notes += [f"{name}: {text}" for text in failed]
         label = f"{name} (another function)" if name == "sdpa_dense" else name
-        table.add_row(label, *cells, *(_figure(v, "d") for v in (last.registers, last.local_bytes, last.smem_bytes)))
+        used = (last.registers, last.local_bytes, last.smem_bytes) if on_gpu else ()
+        table.add_row(label, *cells, *(_figure(value, "d") for value in used))
     if notes:
         table.caption = escape("\n".join(notes))
         table.caption_justify = "left"
@@ -214,7 +200,8 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-def _write(target: str, text: str) -> None:
+def _write(target: str, rows: Sequence[BenchRow]) -> None:
+    text = json.dumps([row.to_dict() for row in rows], indent=1) + "\n"
     if target == "-":
         sys.stdout.write(text)
         return

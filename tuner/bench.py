@@ -1,0 +1,207 @@
+"""Benchmarks: tilewright beside its peers, on the same inputs, checked against the same oracle, timed the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.generator.errors import InvalidInput, WrongResult
+from tilewright.runtime.attention import attention, explain
+from tilewright.runtime.environment import cuda_index, device_name
+from tilewright.tuner.active_pairs import row_active_pairs
+from tilewright.tuner.devices import measuring_alone
+from tilewright.tuner.expected import Expected, expect, sample_rows
+from tilewright.tuner.memory import peak_bytes
+from tilewright.tuner.peers import Call, Peer, Ready, Setting
+from tilewright.tuner.timing import Stopwatch, time_kernel
+from tilewright.tuner.workloads import WorkloadRow
+
+OWN = "tilewright"
+
+ERROR_SLACK = 4.0
+"""A peer rounds at other places than PyTorch's dense kernel, whose error the bounds come from; past this many times the
+bound it computes something else."""
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 50
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One implementation on one workload; a figure is None where there is none.
+
+    device: the hardware's name. time_ms: the median. tflops: over active pairs alone, 4 head_dim operations each,
+    whatever the implementation computes. extra_mib: peak memory beyond inputs and output, what was built for the mask
+    included. max_error: absolute, against fp64. variant: the kernel or setting that was fastest. error: why it failed.
+    """
+
+    workload: str
+    implementation: str
+    device: str
+    time_ms: float | None = None
+    tflops: float | None = None
+    extra_mib: float | None = None
+    max_error: float | None = None
+    variant: str | None = None
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as `bench --json` writes it."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The fastest setting of an implementation."""
+
+    variant: str
+    time_us: float
+    extra_bytes: int | None
+    max_error: float
+
+
+def own() -> Peer:
+    """tilewright itself, through the public call, as a peer among others."""
+
+    def settings(call: Call) -> Iterator[Setting]:
+        query, key, value, mask, scale = call.query, call.key, call.value, call.mask, call.scale
+        told = explain(query, key, value, mask, scale=scale)
+        name = f"PyTorch: {told.detail}" if told.kernel is None else told.kernel.name
+        ready = Ready(lambda: attention(query, key, value, mask, scale=scale), told.plan_bytes)
+        yield Setting(f"{name} ({told.reason})", lambda: ready)
+
+    return Peer(OWN, lambda call: None, settings)
+
+
+def bench_device(target: str) -> torch.device:
+    """The device that `auto`, `cpu`, `cuda` or `cuda:INDEX` means; `InvalidInput` where there is no such device."""
+    if target == "auto":
+        target = "cuda" if torch.cuda.is_available() else "cpu"
+    if target == "cpu":
+        return torch.device("cpu")
+    if target == "cuda" or target.startswith("cuda:"):
+        return torch.device("cuda", cuda_index(target))
+    raise InvalidInput(f"target must be auto, cpu, cuda or cuda:INDEX; got {target!r}")
+
+
+class Bench:
+    """Times implementations on one device.
+
+    device: where. started: told (workload, implementation) before each, for a progress line.
+    """
+
+    def __init__(self, device: torch.device, started: Callable[[str, str], None] | None = None) -> None:
+        self.device = device
+        self.device_name = device_name(str(device))
+        self._started = started or (lambda workload, implementation: None)
+        self._stopwatch = Stopwatch(device)
+
+    def rows(self, row: WorkloadRow, peers: Sequence[Peer], *, named: bool = False) -> Iterator[BenchRow]:
+        """A row for each of the peers on this workload, in order, as they are measured.
+
+        named: the user asked for these very peers, so one that cannot answer the call is a row that says why; else it
+        is left out. Failures are rows with `error`; nothing but Ctrl-C ends the run.
+        """
+        query, key, value, mask = row.make_inputs(self.device)
+        call = Call(query, key, value, mask, row.head_dim**-0.5)
+        flops = 4.0 * row.head_dim * row_active_pairs(row, str(self.device))
+        expected: dict[bool, Expected] = {}
+        for peer in peers:
+            blank = BenchRow(row.name, peer.name, self.device_name)
+            reason = peer.unfit(call)
+            if reason is not None:
+                if named:
+                    yield dataclasses.replace(blank, error=reason)
+                continue
+            self._started(row.name, peer.name)
+            if peer.ignores_mask not in expected:
+                expected[peer.ignores_mask] = self._expected(call, None if peer.ignores_mask else mask)
+            found = self.measure(peer, call, expected[peer.ignores_mask])
+            if isinstance(found, str):
+                yield dataclasses.replace(blank, error=found)
+                continue
+            yield dataclasses.replace(
+                blank,
+                time_ms=found.time_us / 1e3,
+                tflops=flops / found.time_us / 1e6,
+                extra_mib=None if found.extra_bytes is None else found.extra_bytes / 2**20,
+                max_error=found.max_error,
+                variant=found.variant,
+            )
+
+    def measure(self, peer: Peer, call: Call, expected: Expected) -> Measurement | str:
+        """The peer's fastest setting that is right, or why there is none: the last setting's failure."""
+        best: Measurement | None = None
+        failure = "it has no setting for this call"
+        try:
+            for setting in peer.settings(call):
+                try:
+                    with torch.no_grad(), setting.context():
+                        found = self._measure_setting(setting, call, expected, best)
+                except Exception as error:  # whatever a peer raises is its row's error
+                    failure = f"{setting.name}: {_brief(error)}"
+                    self._clean_up()
+                    continue
+                if best is None or found.time_us < best.time_us:
+                    best = found
+        except Exception as error:  # the same for what fails before a setting is there
+            failure = _brief(error)
+            self._clean_up()
+        return best or failure
+
+    def _measure_setting(
+        self, setting: Setting, call: Call, expected: Expected, best: Measurement | None
+    ) -> Measurement:
+        ready = setting.make()
+        max_error = check(ready.run(), expected)
+        peak = peak_bytes(ready.run, self.device)
+        out_bytes = call.query.numel() * call.query.element_size()
+        extra = None if peak is None else ready.held_bytes + max(0, peak - out_bytes)
+        with measuring_alone(str(self.device)):
+            timing = time_kernel(
+                ready.run,
+                self.device,
+                limit_us=None if best is None else best.time_us,
+                min_rounds=MIN_ROUNDS,
+                max_rounds=MAX_ROUNDS,
+                stopwatch=self._stopwatch,
+            )
+        return Measurement(setting.name, timing.median_us, extra, max_error)
+
+    def _expected(self, call: Call, mask: Any) -> Expected:
+        batch, num_heads, seqlen_q, head_dim = call.query.shape
+        rows = sample_rows(batch, num_heads, seqlen_q, call.key.shape[2], head_dim, self.device.type)
+        return expect(call.query, call.key, call.value, mask, call.scale, rows)
+
+    def _clean_up(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def check(out: Tensor, expected: Expected) -> float:
+    """The largest absolute error over the rows of `expected` that have an active key.
+
+    Rows without one are each implementation's own to define (PyTorch gives NaN). Raises `WrongResult` past
+    `ERROR_SLACK` times the bound.
+    """
+    picked = out if expected.rows is None else out.index_select(2, expected.rows)
+    if picked.shape != expected.out.shape:
+        raise WrongResult(f"the output has shape {list(out.shape)}")
+    filled = (expected.lse != -torch.inf).unsqueeze(-1)
+    error = torch.where(filled, (picked.double() - expected.out).abs(), 0.0).nan_to_num(torch.inf, torch.inf)
+    largest = float(error.amax()) if error.numel() else 0.0
+    allowed = ERROR_SLACK * expected.max_bound
+    if not largest <= allowed:
+        raise WrongResult(f"wrong: the largest error is {largest:.3g}, at most {allowed:.3g} is allowed")
+    return largest
+
+
+def _brief(error: Exception) -> str:
+    """The error's type and its first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else "no message"
+    return text[:300] if isinstance(error, WrongResult) else f"{type(error).__name__}: {text[:300]}"
