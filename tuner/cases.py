@@ -67,9 +67,9 @@ BLOCK_SIZES = ((64, 64), (3, 5), (128, 32), (16, 48), (1, 7))
 SCAN_TERMS: tuple[tuple[str, ...], ...] = (
     ("bound", "window", "stride"),
     ("and_bits",),
-    ("bound",),
-    ("document", "and_blocks"),
     ("tokens",),
+    ("bound", "document", "and_blocks"),
+    ("bound",),
 )
 """What a `scan` kernel is given, in turn: it reads any mask from memory, so its own terms are none."""
 
