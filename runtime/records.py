@@ -162,14 +162,15 @@ def problem_from(values: Any) -> Problem:
         _check(name, record.get(name), isinstance(record.get(name), str) and _WORD.fullmatch(record[name]), "a word")
     for name in ("head_dim", "batch", "num_heads", "num_kv_heads", "seqlen_q", "seqlen_kv"):
         _check(name, record.get(name), _is_count(record.get(name)), f"an integer from 0 to {INT_MAX}")
+    # A field that is missing is newer than the file and has its default; one that is unknown is from a newer version.
     known = {f.name for f in dataclasses.fields(MaskClass)}
-    _check("mask fields", sorted(mask), set(mask) == known, f"{', '.join(sorted(known))}")
-    structure, density, terms = mask["structure"], mask["density"], mask["terms"]
+    _check("mask fields", sorted(mask), set(mask) <= known, f"among {', '.join(sorted(known))}")
+    structure, density, terms = mask.get("structure"), mask.get("density"), mask.get("terms")
     is_line = isinstance(structure, str) and structure.isprintable() and len(structure) <= 2000
     _check("mask structure", structure, is_line, "a line of text")
     _check("mask terms", terms, isinstance(terms, list) and all(isinstance(t, str) for t in terms), "a list of words")
     for name in ("per_head", "per_batch"):
-        _check(name, mask[name], isinstance(mask[name], bool), "true or false")
+        _check(name, mask.get(name), isinstance(mask.get(name), bool), "true or false")
     _check("density", density, density is None or (_is_number(density) and 0 <= density <= 1), "null or from 0 to 1")
     return Problem.from_dict(dict(record))
 

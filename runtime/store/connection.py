@@ -22,6 +22,8 @@ from tilewright.generator.errors import InvalidInput, StoreError
 BUSY_TIMEOUT_S = 30.0
 """How long a writer waits for another process's transaction; each is a few rows, so minutes never pass."""
 
+SQLITE_HEADER = b"SQLite format 3\x00"
+
 ADVISORY_LOCK = 7_745_119_301
 """PostgreSQL's number of the lock behind `Database.lock`: an arbitrary constant."""
 
@@ -135,6 +137,18 @@ class Database:
         """A `StoreError` about this database."""
         return StoreError(f"database {self.label}: {reason}")
 
+    def check_file(self) -> None:
+        """Refuse an existing file that is not SQLite's: a very short one it would take for empty, and overwrite."""
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            with self.path.open("rb") as stream:
+                header = stream.read(len(SQLITE_HEADER))
+        except OSError as error:
+            raise self.failure(f"it cannot be read: {error.strerror}") from error
+        if header not in (b"", SQLITE_HEADER):
+            raise self.failure(SQLITE_FAILURES[sqlite3.SQLITE_NOTADB])
+
     def use_wal(self) -> None:
         """Make an SQLite file use a write-ahead log, so that readers and a writer do not block each other."""
         if self.path is None or self.read_only:
@@ -170,6 +184,9 @@ def _on_sqlite_connect(connection: sqlite3.Connection, _record: object) -> None:
     # Python's driver must not begin transactions on its own: `_on_sqlite_begin` says which kind.
     connection.isolation_level = None
     connection.execute("PRAGMA foreign_keys=ON")
+    # With a write-ahead log this survives any kill of the process. A power cut may take the last commits, never the
+    # database; writers hold the lock for much shorter without a flush to the disk each time.
+    connection.execute("PRAGMA synchronous=NORMAL")
 
 
 def _on_sqlite_begin(connection: Connection) -> None:

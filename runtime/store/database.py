@@ -105,7 +105,7 @@ class Store:
         kernel_digest: str = "",
         baseline: str = "",
     ) -> Measurement:
-        """Store one measurement, whatever its outcome; it is on disk when this returns.
+        """Store one measurement, whatever its outcome; no kill of this process loses it once this returned.
 
         spec: None with kind `baseline`, where `baseline` names PyTorch's implementation.
         time_us: the median, required when outcome is ok; times_us: the samples; compile_s: seconds.

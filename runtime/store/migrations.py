@@ -40,6 +40,7 @@ def prepare(database: Database, migrations: Sequence[Migration] = MIGRATIONS, ve
 
     Raises `StoreError`, having written nothing, when it belongs to something else or to a newer tilewright.
     """
+    database.check_file()
     with database.reading() as session:
         found = _version(database, session, version)
     if found == version:
