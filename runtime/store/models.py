@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, Dialect, ForeignKey, Index, String, Text, TypeDecorator, UniqueConstraint
+from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, String, Text, TypeDecorator, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 
@@ -27,6 +27,7 @@ class Base(DeclarativeBase):
 
     type_annotation_map = {  # noqa: RUF012 (SQLAlchemy reads it as a plain class attribute)
         datetime: UTCDateTime,
+        float: Double,
         dict[str, Any]: JSON(none_as_null=True),
         list[float]: JSON(none_as_null=True),
         list[str]: JSON(none_as_null=True),

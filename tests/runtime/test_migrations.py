@@ -25,7 +25,7 @@ RECORDS = {
     "Problem(dtype head_dim batch num_heads num_kv_heads seqlen_q seqlen_kv target mask operation) "
     "VariantSpec(family mask_form block_m block_n axes)",
 }
-TABLES = {1: "f5"}
+TABLES = {1: "d585b074a9e852d8"}
 
 
 def run_sql(database: Database, statement: str) -> None:

@@ -117,9 +117,7 @@ def test_what_is_outside_the_bucket_is_a_neighbour(make_problem: MakeProblem, fi
     ],
     ids=str,
 )
-def test_what_differs_in_kind_or_by_too_much_has_no_answer(
-    make_problem: MakeProblem, fields: dict[str, object]
-) -> None:
+def test_what_differs_in_kind_or_too_much_has_no_answer(make_problem: MakeProblem, fields: dict[str, object]) -> None:
     assert WinnerTable([winner(make_problem())]).find(make_problem(**fields), "here") is None
 
 
