@@ -323,3 +323,9 @@ def test_tokens_out_of_range_found_only_when_sorted_are_refused() -> None:
     mask = compiled(lambda x, tokens: masks.global_tokens(tokens), torch.zeros(3), torch.tensor([3, 99]))
     with pytest.raises(InvalidInput, match=r"0 \.\. 15 \(seqlen_kv - 1\), got 99"):
         mask.check(1, 1, 16, 16, "cpu")
+
+
+def test_tokens_after_the_last_document_see_nothing() -> None:
+    """`check` refuses such a mask on the CPU; on a GPU the values are not read, and no row may go wrong."""
+    rows = masks.document(torch.tensor([1, 4, 6])).rows(8, 8, torch.device("cpu"), 0, 8)[0, 0]
+    assert rows.sum(1).tolist() == [0, 3, 3, 3, 2, 2, 0, 0]
