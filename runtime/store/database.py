@@ -34,11 +34,14 @@ DEFAULT_FILE = "tilewright.db"
 """The database's name in the cache directory."""
 
 
-def default_url() -> str:
-    """Where the store is when nothing else is said: one SQLite file in the cache directory.
+def default_path() -> Path:
+    """Where the store is when nothing else is said: one SQLite file in the cache directory. Makes neither."""
+    from tilewright.generator.toolchain import cache_path
 
-    Raises `InvalidInput` when the cache directory cannot be used; the message says what to set.
-    """
+    return cache_path() / DEFAULT_FILE
+
+
+def _default_for_writing() -> str:
     from tilewright.generator.toolchain import cache_dir
 
     return str(cache_dir() / DEFAULT_FILE)
@@ -50,11 +53,12 @@ class Store:
     A new database is made, an older one migrated. Every method is one transaction, safe beside other processes and
     threads, and a process killed at any moment loses at most what it had not yet been told was stored.
     Raises `StoreError` for a database that is corrupt, foreign, newer, locked, full or unreachable, leaving it as it
-    is; `InvalidInput` for a URL that makes no sense. A place that cannot be written is opened for reading.
+    is; `InvalidInput` for a URL that makes no sense and for a cache directory that cannot be used. A place that
+    cannot be written is opened for reading.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        self.database = Database(default_url() if url is None else url)
+        self.database = Database(_default_for_writing() if url is None else url)
         try:
             prepare(self.database)
         except BaseException:
@@ -64,7 +68,11 @@ class Store:
     @classmethod
     def open_existing(cls, url: str | None = None) -> Store | None:
         """The store at `url`, or None where there is no such SQLite file yet; looking never makes one."""
-        url = default_url() if url is None else url
+        from tilewright.generator.toolchain import check_cache_dir
+
+        if url is None and default_path().exists():
+            check_cache_dir(default_path().parent)
+        url = str(default_path()) if url is None else url
         path = Database(url).path
         return cls(url) if path is None or path.exists() else None
 

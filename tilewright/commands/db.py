@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tilewright.runtime.store import Store
+    from tilewright.runtime.store.connection import Database
 
 PIPE_WIDTH = 240
 """Columns of a table that goes into a pipe or a file: wide enough that nothing is cut."""
@@ -35,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(run=run)
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--db", metavar="URL", help="the database: a path or a SQLAlchemy URL")
     shared.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -47,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     listing.add_argument("--limit", type=_positive, default=50, metavar="N", help="how many (default: 50)")
     listing.add_argument("--outcome", choices=[str(o) for o in Outcome], help="only those that ended so")
     listing.add_argument("--device", metavar="NAME", help="only those of this device")
-    listing.add_argument("--run", metavar="ID", help="only those of this tuning run")
+    listing.add_argument("--run", dest="run_id", metavar="ID", help="only those of this tuning run")
     show = command("show", "everything about one measurement, problem, variant or environment")
     show.add_argument("id", metavar="ID", help="the beginning of its ID, at least 4 hex digits")
     best = command("best", "the fastest variant of each problem, against the default and PyTorch")
@@ -74,12 +75,9 @@ def run(args: argparse.Namespace) -> int:
         "import": _import,
         "path": _path,
     }
-    try:
-        commands[args.db_command](args)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # `tilewright db list | head`: the reader has what it wanted. Python must not complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    commands[args.db_command](args)
+    # Here, where the caller knows what to do about a reader that went away (`| head`), and not at exit.
+    sys.stdout.flush()
     return 0
 
 
@@ -89,11 +87,15 @@ def _open(args: argparse.Namespace) -> Store | None:
     return Store.open_existing(args.db)
 
 
-def _where(args: argparse.Namespace) -> str:
+def _database(args: argparse.Namespace) -> Database:
     from tilewright.runtime.store.connection import Database
-    from tilewright.runtime.store.database import default_url
+    from tilewright.runtime.store.database import default_path
 
-    return Database(args.db if args.db is not None else default_url()).label
+    return Database(args.db if args.db is not None else str(default_path()))
+
+
+def _where(args: argparse.Namespace) -> str:
+    return _database(args).label
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -103,7 +105,7 @@ def _list(args: argparse.Namespace) -> None:
     if store is not None:
         with store:
             found = store.measurements(
-                outcome=outcome, device=args.device, run_id=args.run, newest_first=True, limit=args.limit
+                outcome=outcome, device=args.device, run_id=args.run_id, newest_first=True, limit=args.limit
             )
     if args.json:
         _print_json([{**m.to_dict(), "label": m.label, "problem_name": m.problem.name} for m in found])
@@ -204,10 +206,7 @@ def _import(args: argparse.Namespace) -> None:
 
 
 def _path(args: argparse.Namespace) -> None:
-    from tilewright.runtime.store.connection import Database
-    from tilewright.runtime.store.database import default_url
-
-    database = Database(args.db if args.db is not None else default_url())
+    database = _database(args)
     if args.json:
         exists = database.path.exists() if database.path is not None else None
         _print_json({"database": database.label, "exists": exists})
