@@ -30,11 +30,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Measured", "Worker", "WorkerLost"]
 
+TAKEN = "taken"
+"""What the process answers first, before it runs anything: from then on, its end is the request's doing."""
+
+TAKE_UP_S = 60.0
+
 _START = "import sys; from tilewright.tuner.worker_process import serve; serve(int(sys.argv[1]), sys.argv[2])"
 
 
 class WorkerLost(TilewrightError):
     """No worker starts on the device, so that nothing can be measured any more: no fault of a variant."""
+
+
+class _NeverTaken(Exception):
+    """The process was gone before the request reached it."""
 
 
 class Worker:
@@ -130,11 +139,18 @@ class Worker:
         self.close()
 
     def _request(self, method: str, arguments: tuple[Any, ...], timeout_s: float, prepared: bool = False) -> Any:
-        if self.pid is None:
-            self._start()
-            if prepared:
-                self._prepare_again()
-        return self._exchange(method, arguments, timeout_s)
+        for attempt in (1, 2):
+            if self.pid is None:
+                self._start()
+                if prepared:
+                    self._prepare_again()
+            try:
+                return self._exchange(method, arguments, timeout_s)
+            except _NeverTaken as error:
+                # It died before it saw the request (killed from elsewhere while idle): no fault of what was asked.
+                if attempt == 2:
+                    raise WorkerLost(f"the worker on {self.device} keeps dying while idle: {error}") from error
+        raise AssertionError("unreachable")
 
     def _prepare_again(self) -> None:
         if self._row is None:
@@ -168,12 +184,23 @@ class Worker:
             raise WorkerLost(f"no worker starts on {self.device}: {error}") from error
 
     def _exchange(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        if self._pipe is None:
+        if self._pipe is None or self._errors is None:
             raise WorkerLost("the worker was closed")
+        # The child writes through the same open file, so this moves its end as well: what is read there after a
+        # death belongs to this request.
+        self._errors.seek(0)
+        self._errors.truncate()
         try:
             self._pipe.send((method, arguments, timeout_s))
-        except OSError as error:
-            raise self._death() from error
+            taken = self._pipe.poll(TAKE_UP_S) and self._pipe.recv() == TAKEN
+        except (EOFError, OSError) as error:
+            raise _NeverTaken(str(self._death())) from error
+        except BaseException:
+            self.close()
+            raise
+        if not taken:
+            self.close()
+            raise _NeverTaken(f"it did not take up a request within {TAKE_UP_S:g} s")
         return self._receive(timeout_s)
 
     def _receive(self, timeout_s: float) -> Any:
@@ -211,7 +238,7 @@ class Worker:
             said = f": {lines[-1]}" if lines else ""
         self.close()
         if code == -signal.SIGKILL:
-            return OutOfMemory(f"the worker was killed by SIGKILL, most likely because memory ran out{said}")
+            return OutOfMemory("the worker was killed by SIGKILL, most likely because memory ran out")
         if code == -signal.SIGALRM:
             return TimedOut("the worker ran into its alarm")
         if code < 0:

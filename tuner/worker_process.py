@@ -24,6 +24,7 @@ from tilewright.tuner.expected import Expected, expect, sample_rows
 from tilewright.tuner.measured import Measured
 from tilewright.tuner.timing import Stopwatch, interleaved, time_kernel
 from tilewright.tuner.verify import CaseBook, VerifyReport, verify, verify_call
+from tilewright.tuner.worker import TAKEN
 
 if TYPE_CHECKING:
     from tilewright.tuner.workloads import WorkloadRow
@@ -191,6 +192,7 @@ def serve(fd: int, device: str) -> None:
     while True:
         try:
             method, arguments, limit_s = connection.recv()
+            connection.send(TAKEN)
         except (EOFError, OSError):
             return
         signal.setitimer(signal.ITIMER_REAL, limit_s + ALARM_GRACE_S)

@@ -1,0 +1,246 @@
+"""A real worker process, real compiled kernels, and compiled kernels that misbehave on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tilewright.generator.build import build
+from tilewright.generator.errors import LaunchFailed, Outcome, TimedOut
+from tilewright.generator.space import default_variant
+from tilewright.generator.toolchain import cxx_compiler
+from tilewright.generator.variant import Kernel, kernel_of
+from tilewright.tuner.worker import Worker, WorkerLost
+from tilewright.tuner.workloads import WorkloadRow
+
+ROW = WorkloadRow("windowed", "float32", 32, 2, 300, mask="sliding_window(8, 8) | global_stride(64)")
+PROBLEM = ROW.problem("cpu")
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Kernel:
+    return kernel_of(PROBLEM, default_variant(PROBLEM))
+
+
+@pytest.fixture(scope="module")
+def good(kernel: Kernel) -> Path:
+    """The right kernel's library."""
+    return build(kernel)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each misbehaving kernel's library by name, laid out as the build publishes libraries."""
+    folder = tmp_path_factory.mktemp("faulty")
+    source, library = Path(__file__).with_name("faulty_kernels.cpp"), folder / "all.so"
+    include = sysconfig.get_path("include")
+    command = [cxx_compiler().path, "-O1", "-std=c++17", "-shared", "-fPIC", f"-I{include}", source, "-o", library]
+    subprocess.run(list(map(str, command)), check=True)
+    names = [line[7:-1] for line in source.read_text().splitlines() if line.startswith("MODULE(")]
+    paths = {}
+    for name in names:
+        paths[name] = folder / name / "kernel.so"
+        paths[name].parent.mkdir()
+        shutil.copy(library, paths[name])
+        paths[name].with_name("manifest.json").write_text(json.dumps({"key": {"module": f"faulty_{name}"}}))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker("cpu") as made:
+        made.prepare(ROW)
+        yield made
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+def test_a_right_kernel_is_verified_and_timed(worker: Worker, kernel: Kernel, good: Path) -> None:
+    measured = worker.measure(kernel, good)
+    assert measured.outcome is Outcome.OK, measured.message
+    assert measured.time_us is not None
+    assert min(measured.times_us) <= measured.time_us <= max(measured.times_us)
+    assert len(measured.times_us) >= 5
+    assert measured.max_error is not None
+    assert 0 < measured.max_error < 1e-2
+    assert "16 cases within bounds; tuned shape: " in measured.message
+
+
+def test_an_impossible_limit_stops_early(worker: Worker, kernel: Kernel, good: Path) -> None:
+    measured = worker.measure(kernel, good, limit_us=0.001)
+    assert measured.outcome is Outcome.OK
+    assert measured.stopped_early
+    assert len(measured.times_us) <= 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "message"),
+    [
+        ("segfault", Outcome.ILLEGAL, "SIGSEGV"),
+        ("aborts", Outcome.ILLEGAL, "SIGABRT"),
+        ("exits", Outcome.ILLEGAL, "exit code 3"),
+        ("killed", Outcome.MEMORY, "SIGKILL"),
+        ("hang", Outcome.TIMEOUT, "no answer within"),
+        ("out_of_memory", Outcome.MEMORY, "error 2"),
+        ("refuses", Outcome.LAUNCH, "error 9"),
+        ("raises", Outcome.LAUNCH, "not the right number of arguments"),
+        ("does_nothing", Outcome.WRONG, "never written"),
+        ("writes_zeros", Outcome.WRONG, "case '"),
+        ("changes_inputs", Outcome.WRONG, "inputs were changed"),
+    ],
+)
+def test_a_misbehaving_kernel_is_an_outcome_and_the_next_one_works(
+    fault: str,
+    outcome: Outcome,
+    message: str,
+    worker: Worker,
+    kernel: Kernel,
+    good: Path,
+    faulty: dict[str, Path],
+) -> None:
+    worker.measure(kernel, good)
+    before = worker.pid
+    assert before is not None
+    measured = worker.measure(kernel, faulty[fault], timeout_s=3.0 if fault == "hang" else 60.0)
+    assert measured.outcome is outcome, measured.message
+    assert message in measured.message
+    assert measured.time_us is None
+    if outcome in (Outcome.WRONG, Outcome.LAUNCH) or fault == "out_of_memory":
+        assert worker.pid == before  # these cost no new process
+    else:
+        assert not is_alive(before)
+    after = worker.measure(kernel, good)
+    assert after.outcome is Outcome.OK, after.message
+
+
+def test_a_library_that_does_not_load_is_a_launch_failure(worker: Worker, kernel: Kernel, tmp_path: Path) -> None:
+    broken = tmp_path / "kernel.so"
+    broken.write_bytes(b"no library")
+    measured = worker.measure(kernel, broken)
+    assert measured.outcome is Outcome.LAUNCH
+    assert "does not load" in measured.message
+
+
+def test_kernels_are_compared_in_turn(worker: Worker, kernel: Kernel, good: Path) -> None:
+    times = worker.compare([(kernel, good), (kernel, good)], rounds=4)
+    assert [len(t) for t in times] == [4, 4]
+    assert min(min(t) for t in times) > 0
+
+
+def test_a_hang_among_finalists_says_so(worker: Worker, kernel: Kernel, good: Path, faulty: dict[str, Path]) -> None:
+    with pytest.raises(TimedOut, match="no answer within"):
+        worker.compare([(kernel, good), (kernel, faulty["hang"])], rounds=2, timeout_s=3.0)
+    assert len(worker.compare([(kernel, good)], rounds=2)[0]) == 2
+
+
+def test_the_winner_is_verified_at_its_shape(
+    worker: Worker, kernel: Kernel, good: Path, faulty: dict[str, Path]
+) -> None:
+    report = worker.verify_at_shape(kernel, good)
+    assert report.ok, report.message
+    assert "of 300 query rows" in report.message
+    report = worker.verify_at_shape(kernel, faulty["changes_inputs"])
+    assert not report.ok
+    assert worker.verify_at_shape(kernel, good).ok
+    with pytest.raises(LaunchFailed, match="error 9"):
+        worker.verify_at_shape(kernel, faulty["refuses"])
+
+
+def test_pytorch_is_timed_beside(worker: Worker) -> None:
+    times = worker.baselines()
+    assert set(times) == {"sdpa_dense", "sdpa_masked"}
+    assert min(times.values()) > 0
+
+
+def test_rows_change_and_causal_rows_have_a_baseline_more(kernel: Kernel, good: Path) -> None:
+    with Worker("cpu") as worker:
+        worker.prepare(WorkloadRow("causal", "float32", 32, 2, 64, mask="causal()"))
+        assert set(worker.baselines()) == {"sdpa_dense", "sdpa_causal", "sdpa_masked"}
+        worker.prepare(WorkloadRow("dense", "float32", 32, 2, 64))
+        assert set(worker.baselines()) == {"sdpa_dense"}
+        worker.prepare(ROW)
+        assert worker.measure(kernel, good).outcome is Outcome.OK
+
+
+def test_a_worker_killed_from_outside_is_replaced(worker: Worker, kernel: Kernel, good: Path) -> None:
+    worker.measure(kernel, good)
+    for wait in (True, False):
+        pid = worker.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert not wait or wait_until_gone(pid, 10)
+        assert worker.measure(kernel, good).outcome is Outcome.OK
+        assert worker.pid != pid
+
+
+def test_nothing_can_be_measured_without_a_row_or_a_device(kernel: Kernel, good: Path) -> None:
+    with Worker("cpu") as worker, pytest.raises(WorkerLost, match="call prepare first"):
+        worker.measure(kernel, good)
+    with Worker("cuda:97") as worker, pytest.raises(WorkerLost, match="no worker starts on cuda:97"):
+        worker.prepare(ROW)
+
+
+def test_closing_leaves_no_process(kernel: Kernel, good: Path) -> None:
+    worker = Worker("cpu")
+    worker.prepare(ROW)
+    pid = worker.pid
+    assert pid is not None
+    assert os.getpgid(pid) == pid
+    worker.close()
+    assert not is_alive(pid)
+    assert worker.pid is None
+
+
+ORPHAN = """
+import json, sys
+from pathlib import Path
+from tilewright.generator.variant import Kernel
+from tilewright.tuner.worker import Worker
+from tilewright.tuner.workloads import WorkloadRow
+worker = Worker("cpu")
+worker.prepare(WorkloadRow(**json.loads(sys.argv[1])))
+print(worker.pid, flush=True)
+if len(sys.argv) > 3:
+    worker.measure(Kernel.from_dict(json.loads(sys.argv[2])), Path(sys.argv[3]), timeout_s=2.0)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a kernel that never returns"])
+def test_a_worker_outlives_its_parent_only_briefly(busy: bool, kernel: Kernel, faulty: dict[str, Path]) -> None:
+    row = {"name": "small", "dtype": "float32", "head_dim": 32, "num_heads": 2, "seqlen_q": 300, "mask": ROW.mask}
+    arguments = [json.dumps(row), json.dumps(kernel.to_dict()), *([str(faulty["hang"])] if busy else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.5 if busy else 0.0)
+    assert is_alive(pid)
+    parent.kill()
+    parent.wait()
+    assert wait_until_gone(pid, 60)
