@@ -25,8 +25,10 @@ LSE_FLOOR: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 1e-4,
 """Absolute. lse is float32 whatever the inputs are, so this is the sharp check: one key in a thousand too many or too
 few moves it by 1e-3, while the output barely moves out of its rounding."""
 
-LOGIT_ROUNDINGS = 8 * 2.0**-24
-"""A logit of size s is known to about s of these; it moves lse by that much and the weights by that fraction."""
+FLOAT32_ROUNDING = 2.0**-24
+LEAST_ROUNDINGS = 8.0
+"""A logit of size s, summed in float32 one product after the other, is off by about sqrt(head_dim) roundings of s, and
+by no fewer than these; that moves lse by as much and the weights by that fraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def expect(
     value_size = _number(value.abs().amax() if value.numel() else 0.0)
     peer_max, peer_rms, peer_lse = _peer_errors(query, key, value, mask, scale, rows, out, lse)
     dtype = query.dtype
-    conditioning = LOGIT_ROUNDINGS * peak
+    conditioning = max(LEAST_ROUNDINGS, math.sqrt(query.shape[3])) * FLOAT32_ROUNDING * peak
     return Expected(
         rows=None if rows is None else torch.tensor(list(rows), device=query.device),
         out=out,

@@ -107,9 +107,11 @@ def test_the_caller_waits_for_nothing() -> None:
     query, key, value = inputs()
     mask = mask_of("blocks_and_causal")
     tw.attention(query, key, value, mask)
+    other = mask_of("blocks_and_causal")
+    tw.attention(query, key, value, causal=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for fresh in (mask_of("blocks_and_causal"), mask, tw.masks.sliding_window(9, 9) & tw.masks.causal()):
+        for fresh in (other, mask, tw.masks.sliding_window(9, 9) & tw.masks.causal()):
             tw.attention(query, key, value, fresh)
     finally:
         torch.cuda.set_sync_debug_mode("default")
