@@ -86,7 +86,8 @@ def test_no_keys_at_all() -> None:
 def test_sixteen_bit_inputs_are_taken_as_they_are() -> None:
     tensors = inputs(torch.bfloat16)
     out, lse = oracle(*tensors, None, 0.3)
-    want_out, want_lse = oracle(*(t.double() for t in tensors), None, 0.3)
+    query, key, value = (t.double() for t in tensors)
+    want_out, want_lse = oracle(query, key, value, None, 0.3)
     assert torch.equal(out, want_out)
     assert torch.equal(lse, want_lse)
 

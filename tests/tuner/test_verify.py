@@ -151,7 +151,7 @@ def spoiled(spoil: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[str], 
 
     def make(dtype: str) -> ByPyTorch:
         kernel = ByPyTorch(dtype)
-        kernel.spoil = spoil  # type: ignore[method-assign]
+        kernel.spoil = spoil  # type: ignore[method-assign, assignment]
         return kernel
 
     return make
