@@ -34,7 +34,7 @@ links:
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {v[0]}.{v[1]}; run make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/tune.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e .

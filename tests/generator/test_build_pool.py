@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tilewright.generator import build_pool
-from tilewright.generator.build_pool import BuildPool, session_members
+from tilewright.generator.build_pool import BuildPool
+from tilewright.generator.build_worker import session_members
 from tilewright.generator.errors import CompileFailed, IllegalVariant, InvalidInput, TimedOut, ToolMissing
 from tilewright.generator.variant import Kernel, VariantSpec
 
