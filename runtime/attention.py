@@ -69,14 +69,14 @@ def attention(
     A first call of a new kind may compile a kernel and says so on the `tilewright` logger; where that is impossible
     PyTorch answers, and that is said too. Raises `InvalidInput` for arguments that do not fit together.
     """
-    check_tensors(query, key, value)
-    softmax_scale = scale_of(scale, query.shape[3])
     whole_mask = mask_of(mask, causal, window_size)
     if _needs_operator(query, key, value):
+        check_tensors(query, key, value)
+        softmax_scale = scale_of(scale, query.shape[3])
         spec, tensors = ("", []) if whole_mask is None else (whole_mask.spec, list(whole_mask.tensors))
         out, lse = torch.ops.tilewright.attention_forward(query, key, value, tensors, spec, softmax_scale)
     else:
-        out, lse = DISPATCHER.attend(query, key, value, whole_mask, softmax_scale)
+        out, lse = DISPATCHER.attend(query, key, value, whole_mask, scale)
     return (out, lse) if return_lse else out
 
 
@@ -84,10 +84,9 @@ def _needs_operator(query: Tensor, key: Tensor, value: Tensor) -> bool:
     # The operator costs a few microseconds of host time that only tracing and autograd need.
     if torch.compiler.is_compiling():
         return True
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return True
-    plain = (Tensor, torch.nn.Parameter)
-    return type(query) not in plain or type(key) not in plain or type(value) not in plain
+    if not (type(query) is type(key) is type(value) is Tensor):
+        return all(isinstance(t, Tensor) for t in (query, key, value))
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +140,8 @@ def explain(
     Builds the kernel if that was not done, exactly as the call would, so that a fallback shows here too.
     Raises what `attention` raises.
     """
-    check_tensors(query, key, value)
+    prepared = DISPATCHER.prepare(query, key, value, mask_of(mask, causal, window_size))
     scale_of(scale, query.shape[3])
-    prepared = DISPATCHER.prepare(query, key, mask_of(mask, causal, window_size))
     return Explanation.of(prepared.choice, 0 if prepared.plan is None else prepared.plan.extra_bytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,14 +52,22 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"query's heads must be a multiple of key's heads, got {num_heads} and {num_kv_heads}"
             "; grouped-query attention shares each key head among as many query heads"
         )
+    check_strides(query, key, value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.shape[2] > MAX_SEQLEN:
+            raise InvalidInput(f"{name} must have at most {MAX_SEQLEN} tokens, got {tensor.shape[2]}")
+
+
+def check_strides(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise `InvalidInput` unless each tensor's last dimension is contiguous."""
+    if query.stride(3) == 1 and key.stride(3) == 1 and value.stride(3) == 1:
+        return
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.stride(3) != 1 and tensor.numel():
             raise InvalidInput(
                 f"{name}'s last dimension must be contiguous, got a stride of {tensor.stride(3)}"
                 f"; call {name}.contiguous()"
             )
-        if tensor.shape[2] > MAX_SEQLEN:
-            raise InvalidInput(f"{name} must have at most {MAX_SEQLEN} tokens, got {tensor.shape[2]}")
 
 
 def scale_of(scale: float | None, head_dim: int) -> float:
@@ -85,16 +94,29 @@ def mask_of(mask: Any, causal: bool, window_size: tuple[int, int]) -> Mask | Non
                 f"mask must be a tilewright mask, a FlexAttention BlockMask or None; got {type(mask).__name__}"
                 "; wrap a bool tensor as tw.masks.token_mask(tensor)"
             )
+    if not causal and window_size == (-1, -1):
+        return mask
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise InvalidInput(f"window_size must be (left, right), -1 for an open side; got {window_size!r}")
-    left, right = window_size
-    if causal:
-        band = masks.causal() if left == -1 and right == -1 else masks.causal() & masks.sliding_window(left, right)
-        return band if mask is None else mask & band
-    if left == -1 and right == -1:
-        return mask
-    band = masks.sliding_window(left, right)
+    band = _band(bool(causal), *window_size)
     return band if mask is None else mask & band
+
+
+def _made_band(causal: bool, left: int, right: int) -> Mask:
+    window = masks.sliding_window(left, right)
+    if not causal:
+        return window
+    return masks.causal() if left == -1 and right == -1 else masks.causal() & window
+
+
+_kept_band = lru_cache(maxsize=256)(_made_band)
+
+
+def _band(causal: bool, left: int, right: int) -> Mask:
+    # Dynamo traces neither a cache nor through one; a compiled graph makes the mask once anyway.
+    if torch.compiler.is_compiling() or not (type(left) is int and type(right) is int):
+        return _made_band(causal, left, right)
+    return _kept_band(causal, left, right)
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -20,6 +20,7 @@ from tilewright.generator.errors import InvalidInput, StoreError, TilewrightErro
 from tilewright.generator.problem import Problem
 from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
 from tilewright.runtime import environment
+from tilewright.runtime.call import check_strides, check_tensors, scale_of
 from tilewright.runtime.canonical import canonical, mask_class
 from tilewright.runtime.fallback import fallback_attention
 from tilewright.runtime.launch import LoadedKernel
@@ -87,22 +88,27 @@ class Dispatcher:
             self._failed.clear()
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse` of a checked call."""
-        look_up = call_key(query, key, mask)
-        prepared = self._prepared.get(look_up) if look_up is not None else None
-        if prepared is None:
-            prepared = self._prepare(query, key, mask, look_up)
+        """`out` and `lse` of a call; one that was prepared before is known to be a valid one."""
+        prepared = self.prepare(query, key, value, mask)
+        softmax_scale = scale_of(scale, query.shape[3])
         if prepared.loaded is None or prepared.plan is None:
-            return fallback_attention(query, key, value, mask, scale)
-        return prepared.loaded.run(query, key, value, prepared.plan, scale)
+            return fallback_attention(query, key, value, mask, softmax_scale)
+        return prepared.loaded.run(query, key, value, prepared.plan, softmax_scale)
 
-    def prepare(self, query: Tensor, key: Tensor, mask: Mask | None) -> Prepared:
-        """What `attend` would run; chosen, built and planned now if it was not before."""
-        look_up = call_key(query, key, mask)
-        prepared = self._prepared.get(look_up) if look_up is not None else None
-        return prepared or self._prepare(query, key, mask, look_up)
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Prepared:
+        """What `attend` would run: checked, chosen, built and planned now if it was not before."""
+        try:
+            look_up = call_key(query, key, value, mask)
+            prepared = self._prepared.get(look_up) if look_up is not None else None
+        except (AttributeError, TypeError):  # no tensors: the check says so in words
+            look_up = prepared = None
+        if prepared is None:
+            check_tensors(query, key, value)
+            return self._prepare(query, key, mask, look_up)
+        check_strides(query, key, value)  # the one thing that a look-up does not settle
+        return prepared
 
     def choose(self, problem: Problem, device: torch.device | None = None) -> Choice:
         """The choice for a problem: nothing is built. device: where it will run, for the device model's name."""
@@ -221,16 +227,20 @@ class Dispatcher:
             logger.warning("%s", text)
 
 
-def call_key(query: Tensor, key: Tensor, mask: Mask | None) -> tuple[object, ...] | None:
+def call_key(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> tuple[object, ...] | None:
     """What a prepared call is kept under; None for a mask whose tensors do not tell when they are written to."""
-    shape = (query.shape, key.shape, query.dtype, query.device)
+    call = (
+        *(query.shape, key.shape, value.shape),
+        *(query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device),
+    )
     if mask is None:
-        return shape
+        return call
     if not mask.tensors:
-        return (*shape, mask.spec)
+        return (*call, mask.spec)
     if any(t.is_inference() for t in mask.tensors):
         return None
-    return (*shape, mask.spec, *((t.data_ptr(), t._version, t.shape, t.stride(), t.dtype) for t in mask.tensors))
+    return (*call, mask.spec, *((t.data_ptr(), t._version, t.shape, t.stride(), t.dtype) for t in mask.tensors))
 
 
 def target_of(device: torch.device) -> str:

@@ -164,6 +164,6 @@ def test_every_family_is_reached() -> None:
     arch = arch_named(target_of(torch.device("cuda")))
     names = {family.name for family in families_for("attention_forward", arch)}
     assert {"forward_simt", "forward_wmma"} <= names <= set(all_families())
-    query, key, _ = inputs()
-    problem = DISPATCHER.prepare(query, key, None).choice.problem
+    query, key, value = inputs()
+    problem = DISPATCHER.prepare(query, key, value, None).choice.problem
     assert {spec.family for spec in legal_variants(problem)} == names

@@ -89,7 +89,7 @@ def test_the_tuned_kernel_really_runs(tuned: list[Winner]) -> None:
     spec = other_variant(problem())
     tuned.append(winner(problem(), spec))
     query, key, value = call()
-    prepared = DISPATCHER.prepare(query, key, MASK)
+    prepared = DISPATCHER.prepare(query, key, value, MASK)
     assert prepared.loaded is not None
     assert prepared.loaded.kernel.spec == spec
     want = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=MASK.dense(1, 2, 128, 128))
@@ -117,7 +117,7 @@ def test_no_compiler_means_pytorch_said_once(
             out, _ = dispatcher.attend(q, k, v, MASK, 32**-0.5)
             if length == 128:
                 assert (out - want).abs().max() < 1e-5
-    prepared = dispatcher.prepare(query, key, MASK)
+    prepared = dispatcher.prepare(query, key, value, MASK)
     assert prepared.choice.reason == "fallback"
     assert "compiler" in prepared.choice.detail
     said = [r.getMessage() for r in caplog.records if "answered by PyTorch" in r.getMessage()]
