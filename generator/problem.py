@@ -48,7 +48,7 @@ class MaskClass:
     """What kind of mask a problem has, as far as the choice of a kernel depends on it.
 
     terms: the canonical terms present, in the order of `MASK_TERMS`.
-    structure: the mask as its constructors print it, data left out: `sliding_window(32, 32) | global_stride(512)`.
+    structure: the canonical mask in words, data left out: `sliding_window(32, 32) | global_stride(512)`.
     per_head, per_batch: whether the mask differs between heads, between batch entries.
     density: active pairs over all pairs, or None where reading it would have needed a host sync.
     """

@@ -81,6 +81,24 @@ class CanonicalMask:
         return tuple(name for name, is_there in present.items() if is_there)
 
     @property
+    def structure(self) -> str:
+        """The mask in words, its data left out: one text for every way of writing the same mask."""
+        bracket = [
+            *([Band(*self.window).structure] if self.window is not None else []),
+            *([GlobalStride(self.stride).structure] if self.stride else []),
+            *(part.structure for part in (self.tokens, self.or_blocks) if part is not None),
+        ]
+        factors = [
+            *([Band(*self.bound).structure] if self.bound is not None else []),
+            *(["document()"] if self.row_begin is not None else []),
+            *([" | ".join(bracket)] if bracket else []),
+            *(part.structure for part in (self.and_blocks, self.residual) if part is not None),
+        ]
+        if len(factors) > 1:
+            factors = [f"({factor})" if " | " in factor or " & " in factor else factor for factor in factors]
+        return " & ".join(factors) or "dense"
+
+    @property
     def blocks(self) -> BlockMask | None:
         """`or_blocks` or `and_blocks`, whichever there is."""
         return self.and_blocks if self.or_blocks is None else self.or_blocks
@@ -158,7 +176,7 @@ def mask_class(mask: Mask | None, batch: int, num_heads: int, seqlen_q: int, seq
     mask_batch, mask_heads = mask.lead
     return MaskClass(
         terms=form.terms,
-        structure=mask.structure,
+        structure=form.structure,
         per_head=mask_heads > 1,
         per_batch=mask_batch > 1,
         density=density_of(form),

@@ -283,7 +283,7 @@ def test_the_class_of_a_mask_with_data_elsewhere_reads_nothing() -> None:
     """A meta tensor has no data at all, so any read would raise."""
     mask = masks.block_mask(torch.ones(3, 5, dtype=torch.bool, device="meta"), 8) & CAUSAL
     assert mask_class(mask, 1, 1, NQ, NKV) == MaskClass(
-        ("bound", "and_blocks"), "block_mask(8, 8) & causal()", False, False, None
+        ("bound", "and_blocks"), "causal() & block_mask(8, 8)", False, False, None
     )
 
 
@@ -300,3 +300,22 @@ def test_classes_and_normal_forms_of_gpu_masks_never_wait_for_the_host() -> None
         torch.cuda.set_sync_debug_mode("default")
     assert kind.density is None
     assert form.terms == canonical(example, NQ, NKV).terms
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (masks.causal() & masks.sliding_window(256, 0), "sliding_window(256, 0)"),
+        (masks.sliding_window(256, 8) & masks.causal(), "sliding_window(256, 0)"),
+        (masks.global_stride(512) | masks.sliding_window(32, 32), "sliding_window(32, 32) | global_stride(512)"),
+        (
+            (masks.sliding_window(8, 8) | masks.global_stride(4)) & masks.causal(),
+            "causal() & (sliding_window(8, 8) | global_stride(4))",
+        ),
+        (masks.full(), "dense"),
+    ],
+    ids=str,
+)
+def test_one_structure_for_every_way_of_writing_a_mask(mask: masks.Mask, text: str) -> None:
+    # The structure is part of a problem's key: the same call must find its winner however its mask was written.
+    assert mask_class(mask, 1, 1, 64, 64).structure == text
