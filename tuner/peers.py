@@ -204,5 +204,5 @@ def peers_named(names: str) -> list[Peer]:
     wanted = list(dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
-        raise InvalidInput(f"peers must be among {', '.join(known)}, or none; got {', '.join(unknown) or names!r}")
+        raise InvalidInput(f"peers must be among {', '.join(known)}, or none; got {', '.join(unknown) or repr(names)}")
     return [known[name] for name in wanted]
