@@ -81,19 +81,21 @@ def scale_of(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def mask_of(mask: Any, causal: bool, window_size: tuple[int, int]) -> Mask | None:
+def mask_of(given: Any, causal: bool, window_size: tuple[int, int]) -> Mask | None:
     """The one mask that the arguments of `attention` describe; None for dense attention.
 
-    mask: a `Mask`, a FlexAttention `BlockMask`, or None. Raises `InvalidInput` for anything else.
+    given: a `Mask`, a FlexAttention `BlockMask`, or None. Raises `InvalidInput` for anything else.
     """
-    if mask is not None and not isinstance(mask, Mask):
-        if type(mask).__name__ == "BlockMask":
-            mask = masks.from_block_mask(mask)
-        else:
-            raise InvalidInput(
-                f"mask must be a tilewright mask, a FlexAttention BlockMask or None; got {type(mask).__name__}"
-                "; wrap a bool tensor as tw.masks.token_mask(tensor)"
-            )
+    mask: Mask | None
+    if given is None or isinstance(given, Mask):
+        mask = given
+    elif type(given).__name__ == "BlockMask":
+        mask = masks.from_block_mask(given)
+    else:
+        raise InvalidInput(
+            f"mask must be a tilewright mask, a FlexAttention BlockMask or None; got {type(given).__name__}"
+            "; wrap a bool tensor as tw.masks.token_mask(tensor)"
+        )
     if not causal and window_size == (-1, -1):
         return mask
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:

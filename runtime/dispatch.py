@@ -279,7 +279,8 @@ def load_winners() -> WinnerTable:
 
             store = Store.open_existing()
             if store is not None:
-                own = store.winners()
+                with store:
+                    own = store.winners(verified=True)
     except (StoreError, InvalidInput) as error:
         logger.warning("tuned winners are not used: %s", error)
     return WinnerTable([*own, *shipped_winners()])

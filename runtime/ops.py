@@ -10,7 +10,8 @@ from torch import Tensor
 from tilewright.generator.errors import NotSupported
 from tilewright.runtime.dispatch import DISPATCHER, mask_from_operator
 
-_LIBRARY = torch.library.Library("tilewright", "DEF")
+_torch_library: Any = torch.library  # its functions carry no types
+_LIBRARY = _torch_library.Library("tilewright", "DEF")
 _LIBRARY.define(
     "attention_forward(Tensor query, Tensor key, Tensor value, Tensor[] mask_tensors, str mask_spec, float scale)"
     " -> (Tensor out, Tensor lse)"
@@ -27,12 +28,14 @@ _LIBRARY.impl("attention_forward", _attention_forward, "CPU")
 _LIBRARY.impl("attention_forward", _attention_forward, "CUDA")
 
 
-@torch.library.register_fake("tilewright::attention_forward", lib=_LIBRARY)
 def _attention_forward_fake(
     query: Tensor, key: Tensor, value: Tensor, mask_tensors: list[Tensor], mask_spec: str, scale: float
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+_torch_library.register_fake("tilewright::attention_forward", _attention_forward_fake, lib=_LIBRARY)
 
 
 def _no_backward(ctx: Any, *gradients: Tensor) -> NoReturn:
@@ -42,4 +45,4 @@ def _no_backward(ctx: Any, *gradients: Tensor) -> NoReturn:
     )
 
 
-torch.library.register_autograd("tilewright::attention_forward", _no_backward, lib=_LIBRARY)
+_torch_library.register_autograd("tilewright::attention_forward", _no_backward, lib=_LIBRARY)
