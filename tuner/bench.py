@@ -106,9 +106,15 @@ class Bench:
         named: the user asked for these very peers, so one that cannot answer the call is a row that says why; else it
         is left out. Failures are rows with `error`; nothing but Ctrl-C ends the run.
         """
-        query, key, value, mask = row.make_inputs(self.device)
-        call = Call(query, key, value, mask, row.head_dim**-0.5)
-        flops = 4.0 * row.head_dim * row_active_pairs(row, str(self.device))
+        try:
+            query, key, value, mask = row.make_inputs(self.device)
+            call = Call(query, key, value, mask, row.head_dim**-0.5)
+            flops = 4.0 * row.head_dim * row_active_pairs(row, str(self.device))
+        except RuntimeError as error:  # no memory for this row; the next may be smaller
+            self._clean_up()
+            text = f"the inputs cannot be made: {_brief(error)}"
+            yield from (BenchRow(row.name, peer.name, self.device_name, error=text) for peer in peers)
+            return
         expected: dict[bool, Expected] = {}
         for peer in peers:
             blank = BenchRow(row.name, peer.name, self.device_name)
@@ -118,9 +124,13 @@ class Bench:
                     yield dataclasses.replace(blank, error=reason)
                 continue
             self._started(row.name, peer.name)
-            if peer.ignores_mask not in expected:
-                expected[peer.ignores_mask] = self._expected(call, None if peer.ignores_mask else mask)
-            found = self.measure(peer, call, expected[peer.ignores_mask])
+            try:
+                if peer.ignores_mask not in expected:
+                    expected[peer.ignores_mask] = self._expected(call, None if peer.ignores_mask else mask)
+                found = self.measure(peer, call, expected[peer.ignores_mask])
+            except RuntimeError as error:  # without the right answer there is nothing to show
+                self._clean_up()
+                found = f"the fp64 answer cannot be made: {_brief(error)}"
             if isinstance(found, str):
                 yield dataclasses.replace(blank, error=found)
                 continue

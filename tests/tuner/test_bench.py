@@ -109,6 +109,22 @@ def test_a_peer_that_does_not_apply_is_a_row_only_when_named(bench: Bench) -> No
     assert row.error == "it takes no mask"
 
 
+def test_a_row_without_memory_for_its_inputs_does_not_end_the_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*arguments: object, **named: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "randn", no_memory)
+        rows = list(bench.rows(ROW, [own(), _peer()]))
+    assert [row.implementation for row in rows] == ["tilewright", "stub"]
+    assert all("the inputs cannot be made: OutOfMemoryError: CUDA out of memory" in str(row.error) for row in rows)
+    monkeypatch.setattr("tilewright.tuner.bench.expect", no_memory)
+    (row,) = bench.rows(ROW, [_peer()])
+    assert "the fp64 answer cannot be made" in str(row.error)
+
+
 def test_rows_without_an_active_key_are_not_judged() -> None:
     query = torch.randn(1, 1, 4, 16)
     mask = masks.token_mask(torch.tensor([[True, False, True, True]] * 3 + [[False] * 4]))
