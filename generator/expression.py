@@ -31,6 +31,12 @@ def evaluate(text: str, names: Mapping[str, Any]) -> Any:
 
 
 @cache
+def names_in(text: str) -> frozenset[str]:
+    """The names that `text` mentions, functions left out; `InvalidInput` where it is not an expression."""
+    return frozenset(_compiled(text).co_names) - _FUNCTIONS.keys()
+
+
+@cache
 def _compiled(text: str) -> CodeType:
     try:
         tree = ast.parse(text, mode="eval")

@@ -4,15 +4,53 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewright.generator.arch import arch_named
+from tilewright.generator.arch import Arch, arch_named
 from tilewright.generator.errors import InvalidInput
 from tilewright.generator.expression import evaluate
 from tilewright.generator.family import Family, family_named
 from tilewright.generator.problem import DTYPES, check_head_dim
-from tilewright.generator.variant import Kernel
+from tilewright.generator.variant import Kernel, VariantSpec
 
 ANALYTIC_TERMS = frozenset({"bound", "document", "window", "stride"})
 GATHER_TERMS = ANALYTIC_TERMS | {"tokens"}
+
+
+GPU_LIMITS = (
+    ("threads <= max_threads_per_block", "{threads} threads a block; {arch} allows {max_threads_per_block}"),
+    (
+        "smem_bytes <= smem_limit_bytes",
+        "{smem_bytes} bytes of shared memory a block; {arch} allows {smem_limit_bytes}",
+    ),
+    (
+        "registers <= max_registers_per_thread",
+        "about {registers} registers a thread; {arch} allows {max_registers_per_thread}",
+    ),
+    (
+        "registers * threads <= registers_per_block",
+        "about {registers} registers for each of {threads} threads; {arch} has {registers_per_block} a block",
+    ),
+)
+"""What every GPU family's derived values must keep to, written like the families' own rules."""
+
+
+def rules_of(family: Family, arch: Arch) -> tuple[tuple[str, str], ...]:
+    """(expression that must hold, reason when it does not): the family's own, then what `arch` allows a block."""
+    return family.rules if arch.is_cpu else family.rules + GPU_LIMITS
+
+
+def given_values(dtype: str, head_dim: int, arch: Arch) -> dict[str, Any]:
+    """The names that a family's expressions may use whatever the variant: the kernel's and the architecture's."""
+    return {
+        "dtype": dtype,
+        "dtype_bytes": DTYPES[dtype],
+        "head_dim": head_dim,
+        "cp_async": arch.cp_async,
+        "smem_limit_bytes": arch.smem_limit_bytes,
+        "max_registers_per_thread": arch.max_registers_per_thread,
+        "registers_per_block": arch.registers_per_block,
+        "max_threads_per_block": arch.max_threads_per_block,
+        "capability": 10 * arch.compute_capability[0] + arch.compute_capability[1] if arch.compute_capability else 0,
+    }
 
 
 def derived_values(kernel: Kernel) -> dict[str, Any]:
@@ -21,19 +59,8 @@ def derived_values(kernel: Kernel) -> dict[str, Any]:
 
     A GPU family derives `threads` (a block), `smem_bytes` (a block) and `registers` (a thread, an estimate).
     """
-    family = family_named(kernel.spec.family)
-    arch = arch_named(kernel.arch)
-    names: dict[str, Any] = {
-        **kernel.spec.values(),
-        "dtype": kernel.dtype,
-        "dtype_bytes": DTYPES[kernel.dtype],
-        "head_dim": kernel.head_dim,
-        "cp_async": arch.cp_async,
-        "smem_limit_bytes": arch.smem_limit_bytes,
-        "max_registers_per_thread": arch.max_registers_per_thread,
-        "capability": 10 * arch.compute_capability[0] + arch.compute_capability[1] if arch.compute_capability else 0,
-    }
-    for name, expression in family.derived.items():
+    names = {**kernel.spec.values(), **given_values(kernel.dtype, kernel.head_dim, arch_named(kernel.arch))}
+    for name, expression in family_named(kernel.spec.family).derived.items():
         names[name] = evaluate(expression, names)
     return names
 
@@ -53,17 +80,21 @@ def mask_form_reason(form: str, terms: tuple[str, ...]) -> str | None:
     return None
 
 
-def _family_reason(kernel: Kernel, family: Family) -> str | None:
-    arch = arch_named(kernel.arch)
-    if kernel.operation != family.operation:
-        return f"family {family.name} computes {family.operation}, not {kernel.operation}"
+def family_reason(family: Family, operation: str, dtype: str, arch: Arch) -> str | None:
+    """Why none of the family's variants computes `operation` on `dtype` there; None when some may."""
+    if operation != family.operation:
+        return f"family {family.name} computes {family.operation}, not {operation}"
     if family.instructions not in arch.instructions:
         return f"{arch.name} has no {family.instructions} instructions (it has {', '.join(arch.instructions)})"
-    if kernel.dtype not in family.dtypes or kernel.dtype not in arch.dtypes:
-        return f"family {family.name} on {arch.name} does not take {kernel.dtype} (it takes {', '.join(family.dtypes)})"
-    if kernel.spec.mask_form not in family.mask_forms:
-        return f"family {family.name} has no mask form {kernel.spec.mask_form} (it has {', '.join(family.mask_forms)})"
-    values = kernel.spec.values()
+    if dtype not in family.dtypes or dtype not in arch.dtypes:
+        return f"family {family.name} on {arch.name} does not take {dtype} (it takes {', '.join(family.dtypes)})"
+    return None
+
+
+def _axes_reason(spec: VariantSpec, family: Family) -> str | None:
+    if spec.mask_form not in family.mask_forms:
+        return f"family {family.name} has no mask form {spec.mask_form} (it has {', '.join(family.mask_forms)})"
+    values = spec.values()
     axes = {name for name in values if name != "mask_form"}
     if axes != set(family.axes):
         return f"family {family.name} has the axes {', '.join(family.axes)}; got {', '.join(sorted(axes))}"
@@ -77,7 +108,7 @@ def legality(kernel: Kernel) -> str | None:
     """None when `kernel` may exist, else the one-line reason why not. Pure: it needs no device."""
     family = family_named(kernel.spec.family)
     arch = arch_named(kernel.arch)
-    reason = _family_reason(kernel, family)
+    reason = family_reason(family, kernel.operation, kernel.dtype, arch) or _axes_reason(kernel.spec, family)
     if reason:
         return reason
     try:
@@ -90,20 +121,7 @@ def legality(kernel: Kernel) -> str | None:
         if reason:
             return reason
     names = derived_values(kernel)
-    for require, text in family.rules:
+    for require, text in rules_of(family, arch):
         if not evaluate(require, names):
-            return text.format(**names)
-    if arch.is_cpu:
-        return None
-    if names["threads"] > arch.max_threads_per_block:
-        return f"{names['threads']} threads a block; {arch.name} allows {arch.max_threads_per_block}"
-    if names["smem_bytes"] > arch.smem_limit_bytes:
-        return f"{names['smem_bytes']} bytes of shared memory a block; {arch.name} allows {arch.smem_limit_bytes}"
-    if names["registers"] > arch.max_registers_per_thread:
-        return f"about {names['registers']} registers a thread; {arch.name} allows {arch.max_registers_per_thread}"
-    if names["registers"] * names["threads"] > arch.registers_per_block:
-        return (
-            f"about {names['registers']} registers for each of {names['threads']} threads; "
-            f"{arch.name} has {arch.registers_per_block} a block"
-        )
+            return text.format(**names, arch=arch.name)
     return None

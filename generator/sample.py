@@ -18,7 +18,7 @@ def covering_sample(problem: Problem, family: Family) -> list[VariantSpec]:
     """The family's default for `problem`, then for each axis value not met so far the legal variant nearest to it.
 
     Mask forms count as an axis. A value that no variant near the default has legally is left out. Empty where the
-    family has no default for the problem. The whole space is not enumerated: that takes seconds for a large family.
+    family has no default for the problem.
     """
     start = family_default(problem, family)
     if start is None:

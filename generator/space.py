@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from tilewright.generator.arch import Arch, arch_named
 from tilewright.generator.errors import IllegalVariant
-from tilewright.generator.expression import evaluate
+from tilewright.generator.expression import evaluate, names_in
 from tilewright.generator.family import Family, all_families, family_named
-from tilewright.generator.legality import derived_values, legality
+from tilewright.generator.legality import (
+    derived_values,
+    family_reason,
+    given_values,
+    legality,
+    mask_form_reason,
+    rules_of,
+)
 from tilewright.generator.problem import Problem
-from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
+from tilewright.generator.variant import AxisValue, Kernel, VariantSpec, kernel_of
 
 SCAN_LIMIT_PAIRS = 2**33
 """A scan kernel needs one byte a pair; past 8 GiB of mask it is not offered."""
@@ -26,28 +34,20 @@ def families_for(operation: str, arch: Arch, *, purpose: str = "main") -> list[F
     ]
 
 
+def _scan_reason(problem: Problem) -> str | None:
+    if not problem.mask.terms:
+        return "mask form scan reads a mask, and this problem has none: use analytic"
+    heads = problem.num_heads if problem.mask.per_head else 1
+    pairs = problem.seqlen_q * problem.seqlen_kv * heads * (problem.batch if problem.mask.per_batch else 1)
+    if pairs > SCAN_LIMIT_PAIRS:
+        return f"mask form scan would read a mask of {pairs} bytes; at most {SCAN_LIMIT_PAIRS} are allowed"
+    return None
+
+
 def problem_reason(problem: Problem, spec: VariantSpec) -> str | None:
     """Why `spec` may not run `problem`; None when it may. Adds to `legality` what depends on lengths."""
-    if spec.mask_form == "scan":
-        if not problem.mask.terms:
-            return "mask form scan reads a mask, and this problem has none: use analytic"
-        heads = problem.num_heads if problem.mask.per_head else 1
-        pairs = problem.seqlen_q * problem.seqlen_kv * heads * (problem.batch if problem.mask.per_batch else 1)
-        if pairs > SCAN_LIMIT_PAIRS:
-            return f"mask form scan would read a mask of {pairs} bytes; at most {SCAN_LIMIT_PAIRS} are allowed"
-    return legality(kernel_of(problem, spec))
-
-
-def _points(family: Family) -> Iterator[VariantSpec]:
-    names = list(family.axes)
-    for form in family.mask_forms:
-        for values in itertools.product(*family.axes.values()):
-            yield VariantSpec.from_values(family.name, {"mask_form": form, **dict(zip(names, values, strict=True))})
-
-
-def cost(kernel: Kernel) -> float:
-    """How expensive `kernel` looks before it is measured; only the order means anything."""
-    return float(evaluate(family_named(kernel.spec.family).cost, derived_values(kernel)))
+    reason = _scan_reason(problem) if spec.mask_form == "scan" else None
+    return reason or legality(kernel_of(problem, spec))
 
 
 def complexity(kernel: Kernel) -> float:
@@ -55,11 +55,71 @@ def complexity(kernel: Kernel) -> float:
     return float(evaluate(family_named(kernel.spec.family).complexity, derived_values(kernel)))
 
 
+@dataclass(slots=True)
+class _Step:
+    """An axis, and what can be evaluated as soon as it and those before it have values: a broken rule then rules out
+    every point that they begin.
+    """
+
+    axis: str
+    values: tuple[AxisValue, ...]
+    derived: list[tuple[str, str]] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)
+
+
+def _steps(family: Family, arch: Arch, mask_forms: tuple[str, ...], given: Iterable[str]) -> list[_Step]:
+    # The mask form comes last, so that what does not mention it is evaluated once for all of them.
+    steps = [_Step(axis, values) for axis, values in {**family.axes, "mask_form": mask_forms}.items()]
+    known_from = dict.fromkeys(given, 0) | {step.axis: number for number, step in enumerate(steps)}
+
+    def first_step(expression: str) -> int:
+        # An unknown name waits for the last step, where evaluating it is the error that it should be.
+        return max((known_from.get(name, len(steps) - 1) for name in names_in(expression)), default=0)
+
+    for name, expression in family.derived.items():
+        known_from[name] = first_step(expression)
+        steps[known_from[name]].derived.append((name, expression))
+    for require, _ in rules_of(family, arch):
+        steps[first_step(require)].rules.append(require)
+    return steps
+
+
+def _extended(steps: Sequence[_Step], names: dict[str, Any]) -> Iterator[None]:
+    """Yield once for each way to give every step's axis a value without breaking a rule; `names` then holds it."""
+    if not steps:
+        yield
+        return
+    step, rest = steps[0], steps[1:]
+    for value in step.values:
+        names[step.axis] = value
+        for name, expression in step.derived:
+            names[name] = evaluate(expression, names)
+        if all(evaluate(require, names) for require in step.rules):
+            yield from _extended(rest, names)
+
+
+def _legal_with_cost(problem: Problem, family: Family) -> Iterator[tuple[float, VariantSpec]]:
+    """What `problem_reason` has nothing against, without asking it for every point there is."""
+    arch = arch_named(problem.target)
+    if family_reason(family, problem.operation, problem.dtype, arch):
+        return
+    forms = tuple(
+        form
+        for form in family.mask_forms
+        if not (_scan_reason(problem) if form == "scan" else mask_form_reason(form, problem.mask.terms))
+    )
+    names = given_values(problem.dtype, problem.head_dim, arch)
+    axes = ("mask_form", *family.axes)
+    for _ in _extended(_steps(family, arch, forms, names), names):
+        spec = VariantSpec.from_values(family.name, {axis: names[axis] for axis in axes})
+        yield float(evaluate(family.cost, names)), spec
+
+
 def legal_variants(problem: Problem, families: Iterable[Family] | None = None) -> list[VariantSpec]:
     """Every legal variant of `problem`, cheapest-looking first; of the main families unless others are given."""
     chosen = families_for(problem.operation, arch_named(problem.target)) if families is None else families
-    legal = [spec for family in chosen for spec in _points(family) if problem_reason(problem, spec) is None]
-    return sorted(legal, key=lambda spec: (cost(kernel_of(problem, spec)), spec.name))
+    legal = [found for family in chosen for found in _legal_with_cost(problem, family)]
+    return [spec for _, spec in sorted(legal, key=lambda found: (found[0], found[1].name))]
 
 
 def family_default(problem: Problem, family: Family) -> VariantSpec | None:

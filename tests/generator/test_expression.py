@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tilewright.generator.errors import InvalidInput
-from tilewright.generator.expression import evaluate
+from tilewright.generator.expression import evaluate, names_in
 
 NAMES = {"a": 6, "b": 4, "name": "list", "flag": True}
 
@@ -26,6 +26,10 @@ NAMES = {"a": 6, "b": 4, "name": "list", "flag": True}
 )
 def test_values(text: str, value: object) -> None:
     assert evaluate(text, NAMES) == value
+
+
+def test_names_that_are_mentioned() -> None:
+    assert names_in("max(a, 2) if flag else 'b' in (name, 'a')") == {"a", "flag", "name"}
 
 
 @pytest.mark.parametrize(

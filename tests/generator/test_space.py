@@ -7,12 +7,13 @@ import itertools
 
 import pytest
 
-from tilewright.generator.arch import all_archs
+from tilewright.generator.arch import all_archs, arch_named
 from tilewright.generator.errors import IllegalVariant
+from tilewright.generator.expression import evaluate
 from tilewright.generator.family import all_families
 from tilewright.generator.legality import derived_values, legality
 from tilewright.generator.problem import MASK_TERMS, MaskClass, Problem
-from tilewright.generator.space import default_variant, family_default, legal_variants, problem_reason
+from tilewright.generator.space import default_variant, families_for, family_default, legal_variants, problem_reason
 from tilewright.generator.variant import VariantSpec, kernel_of
 
 TERM_SETS = [(), *((term,) for term in MASK_TERMS), ("window", "stride"), ("bound", "document"), MASK_TERMS]
@@ -97,17 +98,29 @@ def test_instructions_and_dtypes_are_checked() -> None:
     assert "sm_80 has no cpu instructions" in (legality(kernel_of(on_gpu, cpu_variant())) or "")
 
 
-def test_legal_variants_are_legal_and_all_of_them() -> None:
-    asked = problem(head_dim=32)
+@pytest.mark.parametrize(
+    ("target", "dtype", "head_dim", "terms"),
+    [
+        ("cpu", "float32", 32, ("window", "stride")),
+        ("sm_75", "float16", 64, ("bound",)),
+        ("sm_90a", "bfloat16", 208, ("window", "stride")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_legal_variants_are_all_points_without_a_reason_cheapest_first(
+    target: str, dtype: str, head_dim: int, terms: tuple[str, ...]
+) -> None:
+    asked = problem(target=target, dtype=dtype, head_dim=head_dim, mask=MaskClass(terms, "m"))
     legal = legal_variants(asked)
-    assert len(legal) == len(set(legal))
-    assert all(problem_reason(asked, spec) is None for spec in legal)
-    family = all_families()["forward_cpu"]
-    points = itertools.product(family.mask_forms, *family.axes.values())
-    specs = [
-        VariantSpec.from_values("forward_cpu", dict(zip(("mask_form", *family.axes), p, strict=True))) for p in points
-    ]
-    assert {spec for spec in specs if problem_reason(asked, spec) is None} == set(legal)
+    expected = []
+    for family in families_for(asked.operation, arch_named(target)):
+        names = ("mask_form", *family.axes)
+        for point in itertools.product(family.mask_forms, *family.axes.values()):
+            spec = VariantSpec.from_values(family.name, dict(zip(names, point, strict=True)))
+            if problem_reason(asked, spec) is None:
+                cost = float(evaluate(family.cost, derived_values(kernel_of(asked, spec))))
+                expected.append((cost, spec.name, spec))
+    assert legal == [spec for _, _, spec in sorted(expected, key=lambda entry: entry[:2])]
     assert default_variant(asked) in legal
 
 
