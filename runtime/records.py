@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from tilewright.generator.errors import InvalidInput, Outcome
@@ -32,15 +33,16 @@ class Measurement:
     spec is None and `baseline` names the implementation (`sdpa_dense`, `flex`) when kind is `baseline`.
     time_us: the median; times_us: the samples. compile_s: seconds. Errors are absolute, against fp64.
     kernel_digest: the build digest of the artifact. uid: 32 hex digits, unique across machines. created_at: UTC.
+    Left out, the last two are those of a measurement that was taken just now.
     """
 
-    uid: str
+    uid: str = field(default_factory=lambda: uuid.uuid4().hex, kw_only=True)
     environment: Environment
     problem: Problem
     spec: VariantSpec | None
     outcome: Outcome
     kind: str
-    created_at: datetime
+    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     time_us: float | None = None
     times_us: tuple[float, ...] = ()
     compile_s: float | None = None

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from tilewright.generator.errors import Outcome, VariantFailed
 from tilewright.generator.problem import Problem
@@ -68,10 +67,11 @@ class Jury:
     def decide(self, deadline: float) -> Decision | None:
         """Choose, verify at the tuned shape and store; None where no variant is left that is right.
 
-        deadline: by `time.monotonic`; after it nothing is compared, and the fastest of the search is taken.
+        deadline: by `time.monotonic`; after it nothing is compared any more, and unless an earlier run did that, the
+        fastest of the search is taken.
         """
         while specs := self._finalist_specs():
-            finals = self._compare(specs) if time.monotonic() < deadline else None
+            finals = self._compare(specs, deadline)
             taken = finals or [self._history.searched[spec] for spec in specs]
             floor = NOISE_FLOOR if finals else SEARCH_NOISE
             ranked = [entry.finalist for entry in rank([self._finalist(m) for m in taken], floor)]
@@ -105,10 +105,10 @@ class Jury:
         times = measurement.times_us if measurement.kind == "final" else (measurement.time_us,)
         return Finalist(spec, times, complexity(kernel_of(self._problem, spec)), standing)
 
-    def _compare(self, specs: Sequence[VariantSpec]) -> list[Measurement] | None:
-        """Measure these interleaved, unless an earlier run did; None where that was not possible."""
+    def _compare(self, specs: Sequence[VariantSpec], deadline: float) -> list[Measurement] | None:
+        """Measure these interleaved, unless another run did; None where that was not possible."""
         known = self._history.finals_of(specs)
-        if known is not None:
+        if known is not None or time.monotonic() >= deadline:
             return known
         jobs = self._jobs(specs)
         self._listener.comparing(specs)
@@ -116,14 +116,15 @@ class Jury:
         rounds = min(max(int(COMPARE_SECONDS / max(total_s, 1e-6)), COMPARE_ROUNDS[0]), COMPARE_ROUNDS[1])
         try:
             with self._crew.lead() as worker:
+                self._history.refresh()  # whoever held the device until now may have compared the same
+                known = self._history.finals_of([job.spec for job in jobs])
+                if known is not None:
+                    return known
                 samples = worker.compare([(job.kernel, job.artifact) for job in jobs], rounds, COMPARE_TIMEOUT_S)
+                return self._history.add_finals(dict(zip((job.spec for job in jobs), samples, strict=True)))
         except VariantFailed as error:
             self._listener.note(f"the finalists could not be compared, so their times in the search count: {error}")
             return None
-        return [
-            self._history.add(job.spec, Outcome.OK, Figures(time_us=median(times), times_us=tuple(times)), kind="final")
-            for job, times in zip(jobs, samples, strict=True)
-        ]
 
     def _verify(self, spec: VariantSpec) -> tuple[bool, float | None]:
         """Whether `spec` is right at the tuned shape, and its largest error there; what is wrong is recorded."""

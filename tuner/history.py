@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from tilewright.generator.build import build_digest
 from tilewright.generator.errors import IllegalVariant, InvalidInput, Outcome
@@ -103,7 +105,7 @@ class History:
     def finals_of(self, specs: Sequence[VariantSpec]) -> list[Measurement] | None:
         """The final measurements of these variants in the latest run that took all of them; None where none did.
 
-        Samples of different runs are not compared: a run that was killed between two of them starts them again.
+        Samples of different runs are not compared.
         """
         runs = list(dict.fromkeys(final.run_id for final in reversed(self._finals)))
         for run in runs:
@@ -133,40 +135,56 @@ class History:
         message: str = "",
     ) -> Measurement:
         """Store one outcome of a variant; it is on disk when this returns."""
-        measurement = self._store.add_measurement(
-            self._environment,
-            self._problem,
-            spec,
-            outcome,
+        measurement = self._measurement(spec, outcome, figures, kind, message)
+        self._add([measurement])
+        return measurement
+
+    def add_finals(self, times_us: Mapping[VariantSpec, Sequence[float]]) -> list[Measurement]:
+        """Store the samples of one interleaved comparison, in microseconds: all of it is on disk, or nothing."""
+        finals = [
+            self._measurement(spec, Outcome.OK, Figures(time_us=median(times), times_us=tuple(times)), "final")
+            for spec, times in times_us.items()
+        ]
+        self._add(finals)
+        return finals
+
+    def add_baselines(self, times_us: Mapping[str, float]) -> None:
+        """Store the times of PyTorch's implementations, all of them or, killed meanwhile, none."""
+        self._add(
+            [
+                Measurement(
+                    environment=self._environment,
+                    problem=self._problem,
+                    spec=None,
+                    outcome=Outcome.OK,
+                    kind="baseline",
+                    baseline=name,
+                    time_us=time_us,
+                    run_id=self._run_id,
+                )
+                for name, time_us in times_us.items()
+            ]
+        )
+
+    def _measurement(
+        self, spec: VariantSpec, outcome: Outcome, figures: Figures, kind: str, message: str = ""
+    ) -> Measurement:
+        return Measurement(
+            environment=self._environment,
+            problem=self._problem,
+            spec=spec,
+            outcome=outcome,
             kind=kind,
-            time_us=figures.time_us,
-            times_us=figures.times_us,
-            compile_s=figures.compile_s,
-            max_error=figures.max_error,
-            rms_error=figures.rms_error,
-            registers=figures.registers,
-            smem_bytes=figures.smem_bytes,
             message=message,
             run_id=self._run_id,
             kernel_digest=self.kernel_digest(spec) or "",
+            **dataclasses.asdict(figures),
         )
-        self._take(measurement)
-        return measurement
 
-    def add_baseline(self, name: str, time_us: float) -> None:
-        """Store the time of one of PyTorch's implementations."""
-        self._take(
-            self._store.add_measurement(
-                self._environment,
-                self._problem,
-                None,
-                Outcome.OK,
-                kind="baseline",
-                baseline=name,
-                time_us=time_us,
-                run_id=self._run_id,
-            )
-        )
+    def _add(self, measurements: Sequence[Measurement]) -> None:
+        self._store.add_measurements(measurements)
+        for measurement in measurements:
+            self._take(measurement)
 
     def set_winner(
         self, measurement: Measurement, time_us: float, default_time_us: float | None, *, verified: bool

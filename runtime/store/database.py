@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -119,13 +118,11 @@ class Store:
         time_us: the median, required when outcome is ok; times_us: the samples; compile_s: seconds.
         """
         measurement = Measurement(
-            uid=uuid.uuid4().hex,
             environment=environment,
             problem=problem,
             spec=spec,
             outcome=Outcome(outcome),
             kind=kind,
-            created_at=datetime.now(UTC),
             time_us=time_us,
             times_us=tuple(times_us),
             compile_s=compile_s,
@@ -138,9 +135,17 @@ class Store:
             kernel_digest=kernel_digest,
             baseline=baseline,
         )
-        with self.database.writing() as session:
-            session.add(new_measurement(RowCache(session), measurement))
+        self.add_measurements([measurement])
         return measurement
+
+    def add_measurements(self, measurements: Iterable[Measurement]) -> None:
+        """Store these in one transaction: whatever becomes of this process, all of them are there or none.
+
+        For what makes sense only together, such as an interleaved comparison: half of one could only be taken again.
+        """
+        with self.database.writing() as session:
+            cache = RowCache(session)
+            session.add_all([new_measurement(cache, measurement) for measurement in measurements])
 
     def measurements(
         self,

@@ -71,6 +71,24 @@ def test_a_measurement_comes_back_as_it_went_in(
     assert stored.created_at.tzinfo is not None
 
 
+def test_measurements_that_belong_together_are_all_stored_or_none(
+    url: str, environment: Environment, problem: Problem
+) -> None:
+    first, second, third = (
+        Measurement(
+            environment=environment, problem=problem, spec=numbered(n), outcome=Outcome.OK, kind="final", time_us=n
+        )
+        for n in (1, 2, 3)
+    )
+    with Store(url) as store:
+        store.add_measurements([])
+        store.add_measurements([first, second])
+        assert store.measurements() == [first, second]
+        with pytest.raises(StoreError):
+            store.add_measurements([third, first])
+        assert store.measurements() == [first, second], "the third was good, but came with one that is there already"
+
+
 @pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.OK], ids=str)
 def test_failures_are_stored_with_their_outcome_and_words(
     url: str, environment: Environment, problem: Problem, spec: VariantSpec, outcome: Outcome
