@@ -14,6 +14,8 @@ from functools import lru_cache
 from importlib import resources
 from typing import Literal
 
+from tilewright.generator.arch import arch_distance
+from tilewright.generator.errors import InvalidInput
 from tilewright.generator.problem import Problem
 from tilewright.generator.variant import VariantSpec
 from tilewright.runtime.lines import read_winner_lines
@@ -94,10 +96,16 @@ class WinnerTable:
     def warm_starts(self, problem: Problem, legal: Legal | None = None, limit: int = 3) -> list[Match]:
         """Up to `limit` different variants to try first when tuning, nearest first, other devices' among them.
 
-        They are only tried, so neither the device nor the target must agree, and the cap does not apply.
+        They are only tried, so neither the device nor the target must agree, and the cap does not apply; how far apart
+        the architectures are counts like a distance of the problems, and nothing is taken from a CPU to a GPU.
         """
         found: list[Match] = []
-        for match in _nearest(problem, self._kinds.get(_kind(problem), ()), "neighbour", cap=math.inf):
+        winners = self._kinds.get(_kind(problem), ())
+        away = (
+            (distance(problem, w.problem) + _arch_distance(problem, w.problem), n, w) for n, w in enumerate(winners)
+        )
+        for total, _, winner in sorted(a for a in away if a[0] < math.inf):
+            match = Match(winner, "neighbour", total)
             known = any(match.winner.spec == f.winner.spec for f in found)
             if not known and (legal is None or legal(match.winner.spec)):
                 found.append(match)
@@ -106,9 +114,16 @@ class WinnerTable:
         return found
 
 
-def _nearest(problem: Problem, winners: Sequence[Winner], reason: Reason, cap: float = DISTANCE_CAP) -> Iterator[Match]:
+def _arch_distance(a: Problem, b: Problem) -> float:
+    try:
+        return arch_distance(a.target, b.target)
+    except InvalidInput:  # an imported winner of an architecture that is not known here
+        return math.inf
+
+
+def _nearest(problem: Problem, winners: Sequence[Winner], reason: Reason) -> Iterator[Match]:
     measured = ((distance(problem, w.problem), n, w) for n, w in enumerate(winners))
-    for away, _, winner in sorted(m for m in measured if m[0] <= cap):
+    for away, _, winner in sorted(m for m in measured if m[0] <= DISTANCE_CAP):
         yield Match(winner, reason, away)
 
 

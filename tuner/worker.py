@@ -167,7 +167,8 @@ class Worker:
         # The child imports what this process imports, wherever that lies.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno()), self.device],
+            # -P: a folder called tilewright in the working directory must not be imported instead.
+            [sys.executable, "-P", "-c", _START, str(theirs.fileno()), self.device],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             stdin=subprocess.DEVNULL,

@@ -155,18 +155,22 @@ def test_a_variant_that_is_not_legal_is_passed_over(make_problem: MakeProblem) -
 
 
 def test_warm_starts_come_from_any_device_nearest_first_without_repeats(make_problem: MakeProblem) -> None:
+    asked = make_problem(target="sm_90a")
     far = make_problem(target="sm_80", head_dim=256, seqlen_q=2**20)
     table = WinnerTable(
         [
             winner(far, 16, "there"),
             winner(make_problem(target="sm_80"), 32, "there"),
-            winner(make_problem(seqlen_q=8000), 32),
-            winner(make_problem(dtype="float16"), 128),
+            winner(make_problem(target="sm_90a", seqlen_q=8000), 32),
+            winner(make_problem(target="sm_75"), 64, "elsewhere"),
+            winner(make_problem(target="cpu"), 8),
+            winner(make_problem(target="sm_90a", dtype="float16"), 128),
         ]
     )
-    assert [m.winner.spec.block_n for m in table.warm_starts(make_problem())] == [32, 16]
-    assert [m.winner.spec.block_n for m in table.warm_starts(make_problem(), limit=1)] == [32]
-    assert table.warm_starts(make_problem(), lambda s: s.block_n == 16)[0].winner.problem == far
+    # sm_80 is nearer than sm_75; nothing comes from a CPU, nor from another dtype.
+    assert [m.winner.spec.block_n for m in table.warm_starts(asked)] == [32, 64, 16]
+    assert [m.winner.spec.block_n for m in table.warm_starts(asked, limit=1)] == [32]
+    assert table.warm_starts(asked, lambda s: s.block_n == 16)[0].winner.problem == far
 
 
 def test_distance_is_symmetric_and_zero_only_for_the_same_shape(make_problem: MakeProblem) -> None:

@@ -171,7 +171,7 @@ def _stats(args: argparse.Namespace) -> None:
         return
     table = _table("what", "value:")
     for name, value in _flat("", found):
-        _add(table, name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else value)
+        _add(table, name, f"{value:.3g}" if isinstance(value, float) else value)
     _print(table)
 
 

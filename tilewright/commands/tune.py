@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         values = summary(report, workload=workload.name, effort=settings.effort, database=database)
         print(json.dumps(values, indent=2), flush=True)
     else:
-        print_summary(report, database)
+        print_summary(report, database, dispatched=args.db is None)
     if report.interrupted:
         return EXIT_INTERRUPTED
     lost = [result for result in report.results if result.winner is None or result.status is Status.FAILED]

@@ -219,7 +219,7 @@ def display_on_stderr(workload: str, effort: str, database: str) -> Iterator[Tun
         yield PlainDisplay(workload, effort, database)
 
 
-def print_summary(report: TuneReport, database: str) -> None:
+def print_summary(report: TuneReport, database: str, *, dispatched: bool) -> None:
     """The table of winners on standard output, with what to do next."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("problem", "winner", "time:", "default:", "PyTorch:", "measured:", "state"):
@@ -241,8 +241,10 @@ def print_summary(report: TuneReport, database: str) -> None:
     console.print(Text(f"{report.seconds:.1f} s; {counts}; stored in {database}"))
     if report.interrupted or report.out_of_time:
         console.print(Text("Not finished: run the same command again to go on from here."))
-    else:
+    elif dispatched:
         console.print(Text("tw.attention now uses these kernels; `tilewright db best` shows them."))
+    else:
+        console.print(Text("tw.attention reads the default database: bring them there with db export and db import."))
 
 
 def _against(other_us: float | None, time_us: float | None) -> str:
