@@ -6,9 +6,9 @@ namespace {
 
 __global__ void write_nowhere() { *reinterpret_cast<volatile int*>(16) = 1; }
 
+// A volatile variable alone does not keep the loop: the compiler may end what has no effect. Sleeping is one.
 __global__ void spin() {
-  for (volatile bool forever = true; forever;) {
-  }
+  for (;;) __nanosleep(1000000);
 }
 
 PyObject* illegal_address(PyObject*, PyObject* const*, Py_ssize_t) {
