@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Before OpenMP is loaded, and for every process that a test starts: threads that wait for each other sleep. By default
+# they spin, which on a machine with fewer cores than such threads takes several times as long as the work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from tilewright.generator import toolchain
@@ -32,5 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Kernels that several tests build are built once a session, and never in the user's own cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # The processes of one run share the kernels, and neither database nor locks.
+        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+        kernels.mkdir(mode=0o700, exist_ok=True)
+        (cache / "kernels").symlink_to(kernels)
     patch = pytest.MonkeyPatch()
-    patch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+    patch.setenv(toolchain.CACHE_VARIABLE, str(cache))
