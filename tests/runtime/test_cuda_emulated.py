@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from tilewright.runtime.canonical import canonical
 from tilewright.runtime.launch import LoadedKernel
 from tilewright.runtime.masks import Mask
 from tilewright.runtime.plans import build_plan
-
-HERE = Path(__file__).parent / "emulated_cuda"
 
 INSTRUCTIONS = (
     (r'asm volatile\("cp\.async\.cg[^;]*?;\\n"[^;]*;', "emulated::cp_async(to, from, real ? 16 : 0);"),
@@ -42,7 +39,7 @@ void emulated::call_kernel(const void* kernel, const Arguments& args) {
 """
 
 
-def emulated(kernel: Kernel, folder: Path, *, without: str = "") -> LoadedKernel:
+def emulated(kernel: Kernel, folder: Path, compiler: list[str], *, without: str = "") -> LoadedKernel:
     """`kernel` compiled for this CPU; `without`: a statement that is left out of it."""
     rendered = render(kernel)
     source = rendered.sources["kernel.cu"]
@@ -55,8 +52,7 @@ def emulated(kernel: Kernel, folder: Path, *, without: str = "") -> LoadedKernel
     (folder / "kernel.cpp").write_text(source + CALL)
     (folder / "binding.cpp").write_text(rendered.sources["binding.cpp"])
     library = folder / "kernel.so"
-    command = ["g++", "-O1", "-std=c++17", "-w", f"-I{HERE}", f"-I{sysconfig.get_path('include')}", "-shared", "-fPIC"]
-    command += [str(folder / "kernel.cpp"), str(folder / "binding.cpp"), "-o", str(library)]
+    command = [*compiler, str(folder / "kernel.cpp"), str(folder / "binding.cpp"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return LoadedKernel(library, kernel, rendered.module_name)
@@ -184,13 +180,14 @@ def test_simt_follows_the_masks_definition(
     form: str,
     axes: dict[str, Any],
     tmp_path: Path,
+    emulated_cuda: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = VariantSpec.from_values("forward_simt", {"mask_form": form, **PLAIN, **axes})
     mask = _mask(name, RAGGED)
     terms = () if form == "scan" else canonical(mask, RAGGED["seqlen_q"], RAGGED["seqlen_kv"]).terms
     kernel = Kernel("attention_forward", dtype, head_dim, terms, spec, arch)
-    loaded = emulated(kernel, tmp_path)
+    loaded = emulated(kernel, tmp_path, emulated_cuda)
     monkeypatch.setenv("EMULATED_SEED", "2")  # asynchronous copies land when they are waited for
     check(loaded, mask, RAGGED)
     check(loaded, _mask(name, ONE_QUERY), ONE_QUERY, offset=8)
@@ -209,10 +206,16 @@ def test_simt_follows_the_masks_definition(
     ],
 )
 def test_a_missing_barrier_shows(
-    num_stages: int, arch: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_stages: int,
+    arch: str,
+    without: str,
+    tmp_path: Path,
+    emulated_cuda: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = VariantSpec.from_values("forward_simt", {"mask_form": "analytic", **PLAIN, "num_stages": num_stages})
-    loaded = emulated(Kernel("attention_forward", "float32", 16, (), spec, arch), tmp_path, without=without)
+    kernel = Kernel("attention_forward", "float32", 16, (), spec, arch)
+    loaded = emulated(kernel, tmp_path, emulated_cuda, without=without)
     monkeypatch.setenv("EMULATED_SEED", "2")
     with pytest.raises(AssertionError, match="not close"):
         check(loaded, None, RAGGED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from tilewright.runtime.canonical import canonical
 from tilewright.runtime.launch import LoadedKernel
 from tilewright.runtime.plans import build_plan
 from tilewright.tuner.oracle import oracle
-
-HERE = Path(__file__).parent / "emulated_cuda"
 
 SMEM_LIMIT = 64 * 1024
 
@@ -63,7 +60,7 @@ SHAPES = [(2, 4, 2, 45, 115), (1, 2, 2, 97, 50), (1, 1, 1, 1, 70)]
 """Batch, heads, KV heads, queries, keys: ragged with grouped heads; rows without a key; a single query."""
 
 
-def _loaded(axes: dict[str, AxisValue], dtype: str, head_dim: int, folder: Path) -> LoadedKernel:
+def _loaded(axes: dict[str, AxisValue], dtype: str, head_dim: int, folder: Path, compiler: list[str]) -> LoadedKernel:
     spec = VariantSpec.from_values("ladder", {"mask_form": "scan", **axes})
     rendered = render(Kernel("attention_forward", dtype, head_dim, (), spec, "sm_80"))
     source = rendered.sources["kernel.cu"]
@@ -78,8 +75,7 @@ def _loaded(axes: dict[str, AxisValue], dtype: str, head_dim: int, folder: Path)
     (folder / "kernel.cpp").write_text(source)
     (folder / "binding.cpp").write_text(rendered.sources["binding.cpp"])
     library = folder / "kernel.so"
-    command = ["g++", "-O1", "-std=c++17", "-w", f"-I{HERE}", f"-I{sysconfig.get_path('include')}", "-shared", "-fPIC"]
-    command += [str(folder / "kernel.cpp"), str(folder / "binding.cpp"), "-o", str(library)]
+    command = [*compiler, str(folder / "kernel.cpp"), str(folder / "binding.cpp"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return LoadedKernel(library, rendered.kernel, rendered.module_name)
@@ -120,8 +116,10 @@ def _run(loaded: LoadedKernel, shape: tuple[int, int, int, int, int]) -> tuple[t
         ({"rung": "online_softmax", "block_m": 4, "block_n": 64}, "bfloat16", 48),
     ],
 )
-def test_a_rung_agrees_with_the_oracle(axes: dict[str, AxisValue], dtype: str, head_dim: int, tmp_path: Path) -> None:
-    loaded = _loaded(axes, dtype, head_dim, tmp_path)
+def test_a_rung_agrees_with_the_oracle(
+    axes: dict[str, AxisValue], dtype: str, head_dim: int, tmp_path: Path, emulated_cuda: list[str]
+) -> None:
+    loaded = _loaded(axes, dtype, head_dim, tmp_path, emulated_cuda)
     rounding = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
     for shape in SHAPES:
         out, lse, expected, expected_lse = _run(loaded, shape)
@@ -129,8 +127,9 @@ def test_a_rung_agrees_with_the_oracle(axes: dict[str, AxisValue], dtype: str, h
         torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-4)
 
 
-def test_a_full_row_that_does_not_fit_is_refused_at_launch(tmp_path: Path) -> None:
-    loaded = _loaded({"rung": "tiled_full_row", "block_m": 16, "block_n": 32}, "float32", 16, tmp_path)
+def test_a_full_row_that_does_not_fit_is_refused_at_launch(tmp_path: Path, emulated_cuda: list[str]) -> None:
+    axes: dict[str, AxisValue] = {"rung": "tiled_full_row", "block_m": 16, "block_n": 32}
+    loaded = _loaded(axes, "float32", 16, tmp_path, emulated_cuda)
     _run(loaded, (1, 1, 1, 5, 900))
     with pytest.raises(LaunchFailed, match="ladder/scan 16x32 rung=tiled_full_row"):
         _run(loaded, (1, 1, 1, 5, 1100))  # 16 rows of 1100 scores are 70400 bytes
