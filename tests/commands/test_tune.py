@@ -124,6 +124,17 @@ def test_no_compiler_says_what_to_install(
     assert "install" in said
 
 
+SMALL_BATCHES = """
+import signal, sys
+from tilewright.cli import main
+from tilewright.tuner import effort
+effort.EFFORTS["quick"] = effort.Effort("quick", trials=20, exhaustive_up_to=20, batch=2, seeds=2, finalists=2)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
+sys.exit(main())
+"""
+"""The command, with the first measurement after two compilations and many more to come."""
+
+
 def test_ctrl_c_on_a_terminal_is_130_and_goes_on_later(workload: str, tmp_path: Path) -> None:
     """The live display on a pseudo-terminal, interrupted after the first measurement: what was measured is kept."""
     db = tmp_path / "tune.db"
@@ -135,7 +146,7 @@ def test_ctrl_c_on_a_terminal_is_130_and_goes_on_later(workload: str, tmp_path: 
         "COLUMNS": "160",
         toolchain.CACHE_VARIABLE: str(tmp_path / "cache"),
     }
-    command = [sys.executable, "-P", "-m", "tilewright", "tune", "--target", "cpu", "--workload", workload]
+    command = [sys.executable, "-P", "-c", SMALL_BATCHES, "tune", "--target", "cpu", "--workload", workload]
     process = subprocess.Popen(
         [*command, "--effort", "quick", "--db", str(db), "--json"],
         env=environment,
