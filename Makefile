@@ -18,7 +18,7 @@ tune: $(VENV)/tune.stamp
 	$(BIN)/tilewright tune $(ARGS)
 
 test: lint types
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check
