@@ -131,7 +131,8 @@ def test_stats_counts(run: Run, db: str) -> None:
     assert found["median_gain_over_default"] == 2.0
     code, out, _ = run("stats", "--db", db)
     assert code == 0
-    assert "by device.Test GPU" in out
+    assert "by_device.Test GPU" in out
+    assert "by_family.forward_cpu" in out, "names keep their underscores"
 
 
 def test_path_and_list_make_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, db: str) -> None:
