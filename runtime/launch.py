@@ -76,7 +76,7 @@ class LoadedKernel:
         batch, num_heads, seqlen_q, _ = query.shape
         num_kv_heads, seqlen_kv = key.shape[1], key.shape[2]
         if out is None:
-            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if lse is None:
             lse = torch.empty((batch, num_heads, seqlen_q), dtype=torch.float32, device=query.device)
         if out.numel() == 0:
