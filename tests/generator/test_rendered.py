@@ -1,0 +1,81 @@
+"""The rendered sources themselves: a refactor of templates or generator shows here that it changed nothing.
+
+A change that is meant is recorded by `python tests/generator/test_rendered.py`, and its diff reviewed: the golden
+sources as C++, the digests as the list of kernels that it reaches. Changed CUDA digests must be verified on a GPU again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tilewright.generator.arch import arch_named
+from tilewright.generator.problem import MaskClass, Problem
+from tilewright.generator.render import render
+from tilewright.generator.sample import covering_sample
+from tilewright.generator.space import default_variant, families_for
+from tilewright.generator.variant import Kernel, kernel_of
+from tilewright.tuner.verified import kernels_to_verify
+
+HERE = Path(__file__).parent
+DIGESTS = HERE / "rendered_digests.json"
+ARCHS = ("cpu", "sm_75", "sm_80", "sm_90a", "sm_120")
+LONGFORMER = MaskClass(("window", "stride"), "sliding_window(32, 32) | global_stride(512)")
+
+
+def problem(target: str, dtype: str, head_dim: int, mask: MaskClass) -> Problem:
+    return Problem(dtype, head_dim, 1, 8, 8, 4096, 4096, target, mask)
+
+
+GOLDEN: dict[str, Kernel] = {
+    name: kernel_of(asked, default_variant(asked))
+    for name, asked in {
+        "forward_cpu.cpp": problem("cpu", "float32", 64, LONGFORMER),
+        "forward_simt.cu": problem("sm_90a", "float32", 64, LONGFORMER),
+        "forward_wmma.cu": problem("sm_90a", "bfloat16", 128, MaskClass(("and_blocks",), "block_mask(128, 128)")),
+    }.items()
+}
+
+
+def kernels(arch_name: str) -> list[Kernel]:
+    """Defaults for every common class of masks, and each axis value of each family at least once."""
+    arch = arch_named(arch_name)
+    found = dict.fromkeys(kernels_to_verify(arch))
+    for family in families_for("attention_forward", arch):
+        asked = problem(arch_name, family.dtypes[0], 64, LONGFORMER)
+        found.update(dict.fromkeys(kernel_of(asked, spec) for spec in covering_sample(asked, family)))
+    return list(found)
+
+
+def named_digests(arch_name: str) -> dict[str, str]:
+    return {
+        f"{k.spec.name} {k.dtype} D{k.head_dim} [{' '.join(k.mask_terms)}]": render(k).digest
+        for k in kernels(arch_name)
+    }
+
+
+def source(kernel: Kernel) -> str:
+    return next(text for name, text in render(kernel).sources.items() if name.startswith("kernel."))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rendered_digests_are_the_recorded_ones(arch: str) -> None:
+    recorded, now = json.loads(DIGESTS.read_text())[arch], named_digests(arch)
+    moved = [name for name, digest in now.items() if recorded.get(name) != digest]
+    moved += [name for name in recorded if name not in now]
+    advice = "if that is meant, run `python tests/generator/test_rendered.py` and review the diff"
+    assert not moved, f"{len(moved)} kernels changed or are gone ({advice}): {moved[:5]}"
+
+
+@pytest.mark.parametrize("name", list(GOLDEN))
+def test_golden_sources(name: str) -> None:
+    assert source(GOLDEN[name]) == (HERE / "golden" / name).read_text()
+
+
+if __name__ == "__main__":
+    DIGESTS.write_text(json.dumps({arch: named_digests(arch) for arch in ARCHS}, indent=1, sort_keys=True) + "\n")
+    (HERE / "golden").mkdir(exist_ok=True)
+    for file, golden in GOLDEN.items():
+        (HERE / "golden" / file).write_text(source(golden))
