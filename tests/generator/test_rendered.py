@@ -1,7 +1,7 @@
 """The rendered sources themselves: a refactor of templates or generator shows here that it changed nothing.
 
 A change that is meant is recorded by `python tests/generator/test_rendered.py`, and its diff reviewed: the golden
-sources as C++, the digests as the list of kernels that it reaches. Changed CUDA digests must be verified on a GPU again.
+sources as C++, the digests as the list of kernels that it reaches. Changed CUDA digests must be verified on a GPU.
 """
 
 from __future__ import annotations
