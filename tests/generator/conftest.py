@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
+import signal
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,13 +114,21 @@ class SlowCompiler:
         self.path.write_text(SLOW_COMPILER.format(log=self.log, stop=self.stop, real=real))
         self.path.chmod(self.path.stat().st_mode | stat.S_IXUSR)
 
+    def kill_orphans(self) -> None:
+        """End what a killed build left running: each compiler that ninja starts is in a process group of its own."""
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(self.path) in entry.read_text():
+                    os.killpg(os.getpgid(int(entry.parent.name)), signal.SIGKILL)
+
     @property
     def compilations(self) -> int:
         return self.log.read_text().count("compiled") if self.log.exists() else 0
 
 
 @pytest.fixture
-def slow_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlowCompiler:
+def slow_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCompiler]:
     compiler = SlowCompiler(tmp_path / "compiler")
     monkeypatch.setenv("CXX", str(compiler.path))
-    return compiler
+    yield compiler
+    compiler.kill_orphans()
