@@ -23,7 +23,7 @@ from tilewright.runtime import environment
 from tilewright.runtime.call import check_strides, check_tensors, scale_of
 from tilewright.runtime.canonical import canonical, mask_class
 from tilewright.runtime.fallback import fallback_attention
-from tilewright.runtime.launch import LoadedKernel
+from tilewright.runtime.launch import LoadedKernel, current_stream
 from tilewright.runtime.masks import Mask, from_spec
 from tilewright.runtime.plans import MaskPlan, build_plan
 from tilewright.runtime.winners import Match, WinnerTable, shipped_winners
@@ -60,6 +60,7 @@ class Prepared:
 
     mask keeps the caller's mask tensors alive, so that an address in the look-up key is never reused meanwhile.
     lse_like: one element seen as [B, Hq, Nq]: `empty_like` of it costs a third of `empty`.
+    stream, ready: the CUDA stream that the plan was made on and when it is done; None where it holds no tensor.
     """
 
     choice: Choice
@@ -67,6 +68,8 @@ class Prepared:
     loaded: LoadedKernel | None
     plan: MaskPlan | None
     lse_like: Tensor
+    stream: int = 0
+    ready: torch.cuda.Event | None = None
 
 
 class Dispatcher:
@@ -80,6 +83,7 @@ class Dispatcher:
         self._kernels: dict[Kernel, LoadedKernel] = {}
         self._failed: dict[Kernel, str] = {}
         self._said: set[str] = set()
+        self._captured: list[Prepared] = []
 
     def reload(self) -> None:
         """Read the winners anew, for instance after tuning in this process; built kernels are kept."""
@@ -97,6 +101,8 @@ class Dispatcher:
         softmax_scale = scale_of(scale, query.shape[3])
         if prepared.loaded is None or prepared.plan is None:
             return fallback_attention(query, key, value, mask, softmax_scale)
+        if query.is_cuda:
+            self._share_plan(prepared, prepared.plan, query.device)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty_like(prepared.lse_like, memory_format=torch.contiguous_format)
         return prepared.loaded.run(query, key, value, prepared.plan, softmax_scale, out, lse)
@@ -113,6 +119,17 @@ class Dispatcher:
             return self._prepare(query, key, mask, look_up)
         check_strides(query, key, value)  # the one thing that a look-up does not settle
         return prepared
+
+    def _share_plan(self, prepared: Prepared, plan: MaskPlan, device: torch.device) -> None:
+        """Keep a plan valid for whoever reads it: a graph that is captured now, or a stream it was not made on."""
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(prepared)  # replays read the plan long after this call was forgotten
+        elif prepared.ready is not None and current_stream(device.index) != prepared.stream:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(prepared.ready)
+            for tensor in plan.tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
     def choose(self, problem: Problem, device: torch.device | None = None) -> Choice:
         """The choice for a problem: nothing is built. device: where it will run, for the device model's name."""
@@ -165,7 +182,11 @@ class Dispatcher:
                     device=query.device,
                 )
             lse_like = torch.empty(1, dtype=torch.float32, device=query.device).expand(batch, num_heads, seqlen_q)
-            prepared = Prepared(choice, mask, loaded, plan, lse_like)
+            stream, ready = 0, None
+            if query.is_cuda and not capturing and plan is not None and plan.tensors:
+                stream = current_stream(query.device.index)
+                ready = torch.cuda.current_stream(query.device).record_event()
+            prepared = Prepared(choice, mask, loaded, plan, lse_like, stream, ready)
             # A plan made while a graph is captured holds values only once the graph has been replayed.
             if look_up is not None and not capturing:
                 self._keep(look_up, prepared)

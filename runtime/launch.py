@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tilewright.generator.abi import FORWARD_ARGUMENTS
 from tilewright.generator.errors import IllegalAccess, LaunchFailed, OutOfMemory
 from tilewright.generator.variant import Kernel
 
@@ -24,7 +23,7 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, which the CPU kernels report to
 _ILLEGAL_ACCESS = frozenset({700, 714, 715, 716, 717, 718, 719})  # CUDA's errors of a kernel that faulted
 
 
-def _current_stream(index: int) -> int:
+def current_stream(index: int) -> int:
     """The current CUDA stream's address; a stream object would cost 2 us more."""
     if hasattr(torch._C, "_cuda_getCurrentRawStream"):
         return int(torch._C._cuda_getCurrentRawStream(index))
@@ -83,7 +82,7 @@ class LoadedKernel:
             return out, lse
         if query.is_cuda:
             index = query.device.index
-            where = (index, 0, _current_stream(index))
+            where = (index, 0, current_stream(index))
         else:
             where = (0, torch.get_num_threads(), 0)
         code = self._launch(
@@ -116,7 +115,3 @@ class LoadedKernel:
         if code in _ILLEGAL_ACCESS:
             raise IllegalAccess(message)
         raise LaunchFailed(message)
-
-
-ARGUMENT_COUNT = len(FORWARD_ARGUMENTS)
-"""How many arguments `launch` takes."""

@@ -142,6 +142,36 @@ def test_cuda_graph_capture_and_replay() -> None:
     assert torch.equal(out, tw.attention(query, key, value, mask))
 
 
+def test_a_captured_plan_outlives_the_dispatchers_memory() -> None:
+    query, key, value = inputs()
+    mask = mask_of("blocks")
+    want = tw.attention(query, key, value, mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tw.attention(query, key, value, mask)
+    tw.reload_winners()  # forgets every prepared call
+    garbage = [torch.full((1 << 18,), -1, device="cuda", dtype=torch.int32) for _ in range(64)]
+    graph.replay()
+    assert torch.equal(out, want)
+    assert len(garbage) == 64
+
+
+def test_a_plan_made_on_one_stream_is_ready_on_another() -> None:
+    query, key, value = inputs()
+    want = tw.attention(query, key, value, mask_of("blocks"))
+    slow, other = torch.cuda.Stream(), torch.cuda.Stream()
+    mask = mask_of("blocks")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(50_000_000)
+        tw.attention(query, key, value, mask)
+    with torch.cuda.stream(other):
+        out = tw.attention(query, key, value, mask)
+    other.synchronize()
+    assert torch.equal(out, want)
+
+
 def test_a_capture_that_would_have_to_compile_says_so() -> None:
     query, key, value = inputs(head_dim=224)
     with pytest.raises(tw.InvalidInput, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
