@@ -26,7 +26,7 @@ ARTIFACT = "kernel.so"
 MANIFEST = "manifest.json"
 LOG = "build.log"
 SOURCES = {"kernel.cu": "cuda.cu", "kernel.cpp": "main.cpp", "binding.cpp": "main.cpp"}
-"""What load_inline calls each source in the build directory; compiler errors point there."""
+"""What load_inline calls each source in the build directory; compiler errors point there. Others keep their names."""
 
 FULL_DISK_BYTES = 4 << 20
 """With less than this free after a failed build, the disk is what failed."""
@@ -103,19 +103,35 @@ def build(kernel: Kernel | Rendered) -> Path:
     toolchain.ninja()
     if kernel.language == "cuda":
         toolchain.check_nvcc_release(toolchain.cuda_toolkit_for_torch(), arch_named(kernel.kernel.arch))
-    kernels = toolchain.cache_dir() / "kernels"
+    toolchain.cache_dir()
     artifact = artifact_path(kernel)
+    publish(artifact, lambda directory: _build_in(directory, kernel, key))
+    return artifact
+
+
+def publish(artifact: Path, make: Callable[[Path], Path]) -> None:
+    """Have `make` fill the artifact's directory, unless the artifact is there; appears whole or not at all.
+
+    make: is given the empty directory and returns the finished file in it. Of several processes one makes it and the
+    others wait. Raises what `make` raises, and `InvalidInput` where the cache directory cannot be used.
+    """
+    directory = artifact.parent
     try:
-        kernels.mkdir(mode=0o700, exist_ok=True)
-        with _locked(kernels / f"{artifact.parent.name}.lock"):
-            if not artifact.exists():
-                _build_locked(kernel, key, artifact)
+        directory.parent.mkdir(mode=0o700, exist_ok=True)
+        with _locked(directory.with_name(f"{directory.name}.lock")):
+            if artifact.exists():
+                return
+            _discard(directory)
+            directory.mkdir(mode=0o700)
+            made = make(directory)
+            with open(made, "rb") as handle:
+                os.fsync(handle.fileno())
+            made.rename(artifact)
     except OSError as error:
         raise InvalidInput(
-            f"the cache directory {kernels} cannot be used: {error.strerror or error}"
+            f"the cache directory {directory.parent} cannot be used: {error.strerror or error}"
             f"; free some space or set {toolchain.CACHE_VARIABLE}"
         ) from error
-    return artifact
 
 
 @contextmanager
@@ -126,11 +142,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build_locked(rendered: Rendered, key: dict[str, Any], artifact: Path) -> None:
-    directory = artifact.parent
-    _discard(directory)
-    directory.mkdir(mode=0o700)
+def _build_in(directory: Path, rendered: Rendered, key: dict[str, Any]) -> Path:
     started = time.perf_counter()
+    for name in rendered.sources.keys() - SOURCES.keys():  # what is included, which load_inline does not write
+        (directory / name).write_text(rendered.sources[name], encoding="utf-8")
     library = _load_inline(rendered, key["flags"], directory)
     manifest = {
         "key": key,
@@ -139,11 +154,9 @@ def _build_locked(rendered: Rendered, key: dict[str, Any], artifact: Path) -> No
         "compile_s": round(time.perf_counter() - started, 3),
     }
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    with open(library, "rb") as handle:
-        os.fsync(handle.fileno())
-    library.rename(artifact)
     for leftover in [*directory.glob("*.o"), *directory.glob("*.d"), *directory.glob(".ninja*")]:
         leftover.unlink()
+    return library
 
 
 def _discard(directory: Path) -> None:
@@ -193,11 +206,17 @@ def _load_inline(rendered: Rendered, flags: list[str], directory: Path) -> Path:
         except ImportError as error:
             raise LaunchFailed(f"{name} was built but cannot be loaded: {error}; see {directory}") from error
         except RuntimeError as error:
-            raise _compile_failed(str(error), rendered, directory) from error
+            source = directory / SOURCES["kernel.cu" if cuda else "kernel.cpp"]
+            raise compile_failed(str(error), source) from error
     return directory / f"{name}.so"
 
 
-def _compile_failed(log: str, rendered: Rendered, directory: Path) -> CompileFailed | InvalidInput:
+def compile_failed(log: str, source: Path) -> CompileFailed | InvalidInput:
+    """What to raise after a compiler said `log` about this file in its build directory; the log is written there.
+
+    `InvalidInput` where the disk is full.
+    """
+    directory = source.parent
     free = shutil.disk_usage(directory).free
     if free < FULL_DISK_BYTES:
         return InvalidInput(
@@ -206,7 +225,6 @@ def _compile_failed(log: str, rendered: Rendered, directory: Path) -> CompileFai
         )
     log_path = directory / LOG
     log_path.write_text(log)
-    source = directory / SOURCES["kernel.cu" if rendered.language == "cuda" else "kernel.cpp"]
     return CompileFailed(f"{first_errors(log)}; full log: {log_path}", log=log, source_path=source)
 
 

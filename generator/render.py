@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.generator.abi import FORWARD_ARGUMENTS
@@ -19,7 +20,10 @@ from tilewright.generator.variant import Kernel
 if TYPE_CHECKING:
     import jinja2
 
-_FILES = {"cpp": ("kernel.cpp",), "cuda": ("kernel.cu", "binding.cpp")}
+_FILES = {"cpp": ("kernel.cpp",), "cuda": ("kernel.cu", "device.cuh", "binding.cpp")}
+_SHARED = ("device.cuh", "binding.cpp")
+"""What is rendered from `_stages/`, the same template for every family."""
+
 _PLACEHOLDER = "0" * 16
 
 
@@ -27,8 +31,8 @@ _PLACEHOLDER = "0" * 16
 class Rendered:
     """The source of one kernel.
 
-    sources: text by file name (`kernel.cpp`, or `kernel.cu` and `binding.cpp`). language: `cpp` or `cuda`.
-    digest: 16 hex digits of the text; the module is called `tw_<digest>`.
+    sources: text by file name: `kernel.cpp`, or `kernel.cu`, the `device.cuh` that it includes and `binding.cpp`.
+    language: `cpp` or `cuda`. digest: 16 hex digits of all the text; the module is called `tw_<digest>`.
     """
 
     kernel: Kernel
@@ -51,11 +55,11 @@ def _tidy(text: str) -> str:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def _environment(templates: Path | None = None) -> jinja2.Environment:
     import jinja2  # not needed to dispatch what is already built
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(str(resources.files("tilewright.templates"))),
+        loader=jinja2.FileSystemLoader(str(templates or resources.files("tilewright.templates"))),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -66,9 +70,10 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def render(kernel: Kernel) -> Rendered:
+def render(kernel: Kernel, templates: Path | None = None) -> Rendered:
     """The source of `kernel`. The same kernel gives the same text on every machine.
 
+    templates: a directory to render from instead of the package's own; spaces and rules stay the package's.
     Raises `IllegalVariant` with the reason when it may not exist.
     """
     reason = legality(kernel)
@@ -78,6 +83,7 @@ def render(kernel: Kernel) -> Rendered:
     context = {
         "kernel": kernel,
         "spec": kernel.spec,
+        "family": family,
         "arch": arch_named(kernel.arch),
         "arguments": FORWARD_ARGUMENTS,
         "digest": _PLACEHOLDER,
@@ -85,9 +91,8 @@ def render(kernel: Kernel) -> Rendered:
     }
     texts = {}
     for file in _FILES[family.language]:
-        # A CUDA family's binding is the same for all of them.
-        template = "_stages/binding.cpp.jinja" if file == "binding.cpp" else f"{family.name}/{file}.jinja"
-        texts[file] = _tidy(_environment().get_template(template).render(context))
+        folder = "_stages" if file in _SHARED else family.name
+        texts[file] = _tidy(_environment(templates).get_template(f"{folder}/{file}.jinja").render(context))
     whole = "".join(f"// {name}\n{text}" for name, text in sorted(texts.items()))
     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
     sources = {name: text.replace(_PLACEHOLDER, digest) for name, text in texts.items()}

@@ -76,7 +76,7 @@ def compile_sources(rendered: Rendered, out_dir: Path, *, timeout_s: float = 600
         compiler = str(toolchain.cxx_compiler().path)
         command = [compiler, "-c", "-fPIC", *flags, python, str(source), "-o", str(out_dir / "kernel.o")]
     started = time.perf_counter()
-    code, log = _run(command, timeout_s)
+    code, log = run_compiler(command, timeout_s)
     seconds = time.perf_counter() - started
     if code:
         (out_dir / LOG).write_text(log)
@@ -84,10 +84,16 @@ def compile_sources(rendered: Rendered, out_dir: Path, *, timeout_s: float = 600
     return ResourceReport(*parse_ptxas(log), seconds=seconds)
 
 
-def _run(command: list[str], timeout_s: float) -> tuple[int, str]:
-    """(exit code, output) of a compiler; what it started ends with it."""
+def run_compiler(command: list[str], timeout_s: float, directory: Path | None = None) -> tuple[int, str]:
+    """(exit code, output) of a compiler run in `directory`; what it started ends with it. Raises `TimedOut`."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=directory,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)

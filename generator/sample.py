@@ -1,14 +1,18 @@
-"""A few variants that stand for a whole space: every value of every axis at least once."""
+"""A few variants that stand for a whole space: every value of every axis at least once, or every pair of some."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from tilewright.generator.arch import arch_named
 from tilewright.generator.family import Family
+from tilewright.generator.legality import family_reason, mask_form_reason
 from tilewright.generator.problem import Problem
-from tilewright.generator.space import family_default, problem_reason
-from tilewright.generator.variant import AxisValue, VariantSpec
+from tilewright.generator.space import axes_of, family_default, first_legal, problem_reason
+from tilewright.generator.variant import AxisValue, Kernel, VariantSpec, kernel_of
 
 MAX_OTHER_CHANGES = 2
 """How many other axes may move so that a value of one axis becomes legal."""
@@ -52,3 +56,188 @@ def _legal_near(
                 spec = VariantSpec.from_values(family.name, {**base, **dict(zip(moved, values, strict=True))})
                 if problem_reason(problem, spec) is None:
                     yield spec
+
+
+PRINCIPAL_AXES = ("mask_form", "dtype", "num_stages", "num_warps", "arch")
+"""What decides together which code a kernel runs: a pairwise sample has every legal pair of them, family by family."""
+
+CANDIDATES = 12
+"""Kernels that are made for each one chosen; more give a slightly shorter sample."""
+
+DRAWS = 200
+"""Variants drawn at random for a target before all of them are gone through; one in 5 to 20 is legal."""
+
+Choice = tuple[str, AxisValue]
+"""An axis, or `dtype`, `head_dim`, `mask_terms`, `arch`, and its value; mask terms as text."""
+
+Target = tuple[str, tuple[Choice, ...]]
+"""A family, or `ANY_FAMILY`, and one or two choices that some kernel of the sample should have."""
+
+ANY_FAMILY = "*"
+
+SHARED_PAIRS = (("mask_form", "mask_terms"),)
+"""What decides which code of the shared stages a kernel runs: each legal pair is in some family's kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairwiseSample:
+    """Kernels in the order in which they cover the most, and all pairs of principal choices that are legal."""
+
+    kernels: tuple[Kernel, ...]
+    pairs: frozenset[Target]
+
+
+def pairs_of(kernel: Kernel, principal: Sequence[str] = PRINCIPAL_AXES) -> frozenset[Target]:
+    """The pairs that `kernel` has: of the principal axes as its family's, of `SHARED_PAIRS` as any family's."""
+    choices = _choices(kernel)
+    present = [(axis, choices[axis]) for axis in principal if axis in choices]
+    own = ((kernel.spec.family, pair) for pair in itertools.combinations(present, 2))
+    shared = ((a, b) for a, b in SHARED_PAIRS if a in choices and b in choices)
+    return frozenset(own) | {(ANY_FAMILY, ((a, choices[a]), (b, choices[b]))) for a, b in shared}
+
+
+def pairwise_sample(
+    problems: Sequence[Problem], families: Iterable[Family], principal: Sequence[str] = PRINCIPAL_AXES, seed: int = 0
+) -> PairwiseSample:
+    """A greedy covering array: within each family every legal pair of values of the `principal` axes, and at least once
+    every value of its other axes and every head dim and set of mask terms among the problems; over all families every
+    legal pair of `SHARED_PAIRS`.
+
+    problems: the architectures, dtypes, head dims and mask terms to choose from, in any combination that is to be
+    allowed. Deterministic. Targets that no problem has a legal variant for are left out, after trying all of them.
+    """
+    spaces = {family.name: _FamilySpace(family, problems) for family in families}
+    axes_pairs = list(itertools.combinations(principal, 2))
+    pairs = [target for space in spaces.values() for target in space.pairs(axes_pairs)]
+    pairs += dict.fromkeys((ANY_FAMILY, t[1]) for space in spaces.values() for t in space.pairs(SHARED_PAIRS))
+    singles = [target for space in spaces.values() for target in space.singles(principal)]
+    generator = random.Random(seed)
+    missing = dict.fromkeys(pairs + singles)
+    impossible: set[Target] = set()
+    chosen: list[Kernel] = []
+    while missing:
+        wanted = _Wanted(missing, generator)
+        candidates = []
+        for target in generator.sample(list(missing), min(CANDIDATES, len(missing))):
+            asked = list(spaces.values()) if target[0] == ANY_FAMILY else [spaces[target[0]]]
+            generator.shuffle(asked)
+            kernel = next((k for space in asked if (k := space.kernel_with(target[1], wanted))), None)
+            if kernel is None:
+                impossible.add(target)
+                del missing[target]
+            else:
+                candidates.append(kernel)
+        if candidates:
+            best = max(candidates, key=lambda kernel: len(_met(kernel, principal) & missing.keys()))
+            chosen.append(best)
+            for target in _met(best, principal):
+                missing.pop(target, None)
+    return PairwiseSample(tuple(chosen), frozenset(pairs) - impossible)
+
+
+def _choices(kernel: Kernel) -> dict[str, AxisValue]:
+    choices = {**kernel.spec.values(), "dtype": kernel.dtype, "arch": kernel.arch, "head_dim": kernel.head_dim}
+    # A scan kernel has no terms of its own, which is not the same as serving calls without a mask.
+    return choices if kernel.spec.mask_form == "scan" else {**choices, "mask_terms": " ".join(kernel.mask_terms)}
+
+
+def _met(kernel: Kernel, principal: Sequence[str]) -> frozenset[Target]:
+    """Every target that `kernel` meets."""
+    singles = ((kernel.spec.family, (choice,)) for choice in _choices(kernel).items())
+    return pairs_of(kernel, principal) | frozenset(singles)
+
+
+class _Wanted:
+    """Draws values at random, those more often that more of the missing targets have."""
+
+    def __init__(self, missing: Iterable[Target], generator: random.Random) -> None:
+        self._generator = generator
+        self._counts: dict[tuple[str, Choice], int] = {}
+        for family, choices in missing:
+            for choice in choices:
+                self._counts[family, choice] = self._counts.get((family, choice), 0) + 1
+
+    def draws(self, family: str, axes: Mapping[str, Sequence[AxisValue]]) -> Iterator[dict[str, AxisValue]]:
+        """One value of each axis, again and again."""
+        weights = {
+            axis: list(itertools.accumulate(self._weight(family, axis, value) for value in values))
+            for axis, values in axes.items()
+        }
+        while True:
+            yield {axis: self._generator.choices(values, cum_weights=weights[axis])[0] for axis, values in axes.items()}
+
+    def _weight(self, family: str, axis: str, value: AxisValue) -> float:
+        choice = (axis, value)
+        count = 1 + self._counts.get((family, choice), 0) + self._counts.get((ANY_FAMILY, choice), 0)
+        # A small head dim shows the same as a large one and is checked faster.
+        return count / int(value) if axis == "head_dim" else float(count)
+
+
+class _FamilySpace:
+    """A family's axes, and the problems it may run by what they fix of a kernel."""
+
+    def __init__(self, family: Family, problems: Iterable[Problem]) -> None:
+        self.family = family
+        self.problems: dict[tuple[AxisValue, ...], Problem] = {}
+        for problem in problems:
+            if not family_reason(family, problem.operation, problem.dtype, arch_named(problem.target)):
+                self.problems[_fixed_by(problem)] = problem
+        fixed = (dict.fromkeys(values) for values in zip(*self.problems, strict=True))
+        self.axes = axes_of(family)
+        self.values = {**self.axes, **{axis: tuple(v) for axis, v in zip(_FIXED, fixed, strict=False)}}
+
+    def pairs(self, axes: Iterable[tuple[str, str]]) -> Iterator[Target]:
+        """Every pair of values of these pairs of axes, legal or not."""
+        for one, other in axes if self.problems else ():
+            for a, b in itertools.product(self.values.get(one, ()), self.values.get(other, ())):
+                yield self.family.name, ((one, a), (other, b))
+
+    def singles(self, principal: Sequence[str]) -> Iterator[Target]:
+        """Every value of every other axis."""
+        for axis, values in self.values.items() if self.problems else ():
+            if axis not in principal:
+                yield from ((self.family.name, ((axis, value),)) for value in values)
+
+    def kernel_with(self, choices: Iterable[Choice], wanted: _Wanted) -> Kernel | None:
+        """A legal kernel with these choices, and more of what is wanted where that is easily had; else None."""
+        asked: dict[str, tuple[AxisValue, ...]] = {axis: (value,) for axis, value in choices}
+        if "mask_terms" in asked:
+            forms = asked.get("mask_form", self.family.mask_forms)
+            asked["mask_form"] = tuple(form for form in forms if form != "scan")
+        axes = {**self.values, **asked}
+        if not all(axes.values()):
+            return None
+        for drawn in itertools.islice(wanted.draws(self.family.name, axes), DRAWS):
+            problem = self.problems.get(tuple(drawn[axis] for axis in _FIXED))
+            spec = VariantSpec.from_values(self.family.name, {axis: drawn[axis] for axis in self.axes})
+            if problem is not None and problem_reason(problem, spec) is None:
+                return kernel_of(problem, spec)
+        return self._first_with(asked)
+
+    def _first_with(self, asked: Mapping[str, tuple[AxisValue, ...]]) -> Kernel | None:
+        """The first legal kernel with what is asked for, after trying everything."""
+        # What is asked for comes first: what is fixed early rules out the rest early.
+        narrowed = {axis: values for axis, values in asked.items() if axis in self.axes}
+        axes = {**narrowed, **{axis: values for axis, values in self.axes.items() if axis not in narrowed}}
+        tried: set[tuple[object, ...]] = set()
+        for fixed, problem in self.problems.items():
+            forms = tuple(f for f in axes["mask_form"] if not mask_form_reason(str(f), problem.mask.terms))
+            # Of a problem's mask, legality depends on the forms it allows.
+            alike = (problem.target, problem.dtype, problem.head_dim, forms)
+            if alike in tried or any(
+                value not in asked.get(a, (value,)) for a, value in zip(_FIXED, fixed, strict=True)
+            ):
+                continue
+            tried.add(alike)
+            spec = first_legal(problem, self.family, axes)
+            if spec is not None:
+                return kernel_of(problem, spec)
+        return None
+
+
+_FIXED = ("arch", "dtype", "head_dim", "mask_terms")
+
+
+def _fixed_by(problem: Problem) -> tuple[AxisValue, ...]:
+    """The values of `_FIXED`: what a problem decides about its kernels."""
+    return problem.target, problem.dtype, problem.head_dim, " ".join(problem.mask.terms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +67,9 @@ class _Step:
     rules: list[str] = field(default_factory=list)
 
 
-def _steps(family: Family, arch: Arch, mask_forms: tuple[str, ...], given: Iterable[str]) -> list[_Step]:
-    # The mask form comes last, so that what does not mention it is evaluated once for all of them.
-    steps = [_Step(axis, values) for axis, values in {**family.axes, "mask_form": mask_forms}.items()]
+def _steps(family: Family, arch: Arch, axes: Mapping[str, tuple[AxisValue, ...]], given: Iterable[str]) -> list[_Step]:
+    """A step an axis, in the order of `axes`."""
+    steps = [_Step(axis, values) for axis, values in axes.items()]
     known_from = dict.fromkeys(given, 0) | {step.axis: number for number, step in enumerate(steps)}
 
     def first_step(expression: str) -> int:
@@ -98,27 +98,47 @@ def _extended(steps: Sequence[_Step], names: dict[str, Any]) -> Iterator[None]:
             yield from _extended(rest, names)
 
 
-def _legal_with_cost(problem: Problem, family: Family) -> Iterator[tuple[float, VariantSpec]]:
-    """What `problem_reason` has nothing against, without asking it for every point there is."""
+def _legal_with_cost(
+    problem: Problem, family: Family, axes: Mapping[str, tuple[AxisValue, ...]]
+) -> Iterator[tuple[float, VariantSpec]]:
+    """What `problem_reason` has nothing against, without asking it for every point there is.
+
+    axes: the values to try of each axis and of `mask_form`, both in this order.
+    """
     arch = arch_named(problem.target)
     if family_reason(family, problem.operation, problem.dtype, arch):
         return
     forms = tuple(
         form
-        for form in family.mask_forms
+        for form in map(str, axes["mask_form"])
         if not (_scan_reason(problem) if form == "scan" else mask_form_reason(form, problem.mask.terms))
     )
     names = given_values(problem.dtype, problem.head_dim, arch)
-    axes = ("mask_form", *family.axes)
-    for _ in _extended(_steps(family, arch, forms, names), names):
+    for _ in _extended(_steps(family, arch, {**axes, "mask_form": forms}, names), names):
         spec = VariantSpec.from_values(family.name, {axis: names[axis] for axis in axes})
         yield float(evaluate(family.cost, names)), spec
+
+
+def axes_of(family: Family) -> dict[str, tuple[AxisValue, ...]]:
+    """The values of every axis, the mask form among them.
+
+    The mask form comes last, so that what does not mention it is evaluated once for all of them.
+    """
+    return {**family.axes, "mask_form": family.mask_forms}
+
+
+def first_legal(problem: Problem, family: Family, axes: Mapping[str, tuple[AxisValue, ...]]) -> VariantSpec | None:
+    """The first legal variant of `problem` with values from `axes`, tried in the order given there; None without one.
+
+    axes: as `axes_of` gives them, narrowed or reordered. One of a single value is best put first.
+    """
+    return next((spec for _, spec in _legal_with_cost(problem, family, axes)), None)
 
 
 def legal_variants(problem: Problem, families: Iterable[Family] | None = None) -> list[VariantSpec]:
     """Every legal variant of `problem`, cheapest-looking first; of the main families unless others are given."""
     chosen = families_for(problem.operation, arch_named(problem.target)) if families is None else families
-    legal = [found for family in chosen for found in _legal_with_cost(problem, family)]
+    legal = [found for family in chosen for found in _legal_with_cost(problem, family, axes_of(family))]
     return [spec for _, spec in sorted(legal, key=lambda found: (found[0], found[1].name))]
 
 

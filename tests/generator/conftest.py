@@ -33,9 +33,13 @@ static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tw_DIGEST", nullptr, -1
 PyMODINIT_FUNC PyInit_tw_DIGEST() { return PyModule_Create(&definition); }
 """
 
-CU = r"""
+HEADER = """
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+"""
+
+CU = r"""
+#include "device.cuh"
 __global__ void twice(__half* x, int n) {
   __shared__ __half tile[256];
   tile[threadIdx.x] = x[threadIdx.x];
@@ -90,8 +94,10 @@ def cpp_kernel() -> Callable[..., Rendered]:
 
 @pytest.fixture
 def cuda_kernel() -> Callable[..., Rendered]:
-    """A CUDA module whose kernel uses half operators and 512 bytes of shared memory."""
-    return lambda arch, extra="": _rendered({"kernel.cu": CU + extra, "binding.cpp": BINDING}, "cuda", arch)
+    """A CUDA module whose kernel includes a header of its own, uses half operators and 512 bytes of shared memory."""
+    return lambda arch, extra="": _rendered(
+        {"kernel.cu": CU + extra, "device.cuh": HEADER, "binding.cpp": BINDING}, "cuda", arch
+    )
 
 
 @pytest.fixture

@@ -77,7 +77,9 @@ def test_the_library_needs_nothing_of_libtorch(cache: Path, cpp_kernel) -> None:
     assert b"libc10" not in path.read_bytes()
 
 
-@pytest.mark.parametrize("field", ["source", "module", "language", "arch", "flags", "compiler", "torch", "abi"])
+@pytest.mark.parametrize(
+    "field", ["source", "header", "module", "language", "arch", "flags", "compiler", "torch", "abi"]
+)
 def test_the_digest_changes_with(field: str, cpp_kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = cpp_kernel()
     before = build_digest(rendered)
@@ -85,6 +87,8 @@ def test_the_digest_changes_with(field: str, cpp_kernel, monkeypatch: pytest.Mon
     if field == "source":
         changed = {name: text + "\n" for name, text in rendered.sources.items()}
         rendered = dataclasses.replace(rendered, sources=changed)
+    elif field == "header":
+        rendered = dataclasses.replace(rendered, sources={**rendered.sources, "device.cuh": "// included\n"})
     elif field == "module":
         rendered = dataclasses.replace(rendered, digest="0" * 16)
     elif field == "language":
@@ -269,6 +273,7 @@ def test_a_cuda_kernel_builds_through_load_inline(
     assert f"code=sm_{arch.removeprefix('sm_')}" in ninja_file
     assert ninja_file.count("-gencode") == 1
     assert path.with_name("cuda.cu").read_text() == rendered.sources["kernel.cu"]
+    assert path.with_name("device.cuh").read_text() == rendered.sources["device.cuh"]
     with pytest.raises(CompileFailed) as error:
         build(cuda_kernel(arch, "__device__ int broken = no_such_name;\n"))
     assert error.value.source_path is not None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from importlib import resources
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -69,6 +72,17 @@ def test_an_illegal_kernel_is_not_rendered() -> None:
     spec = dataclasses.replace(legal.spec, block_m=33)
     with pytest.raises(IllegalVariant, match="block_m must be one of"):
         render(dataclasses.replace(legal, spec=spec))
+
+
+def test_templates_of_another_directory_are_rendered(tmp_path: Path) -> None:
+    shutil.copytree(str(resources.files("tilewright.templates")), tmp_path / "templates")
+    device = tmp_path / "templates" / "_stages" / "device.cuh.jinja"
+    asked = kernel(target="sm_80")
+    assert render(asked, tmp_path / "templates") == render(asked)
+    device.write_text(device.read_text().replace("ex2.approx.ftz.f32", "ex2.approx.f32"))
+    patched = render(asked, tmp_path / "templates")
+    assert "ex2.approx.f32" in patched.sources["device.cuh"]
+    assert patched.digest != render(asked).digest
 
 
 def test_an_undefined_name_in_a_template_is_an_error() -> None:

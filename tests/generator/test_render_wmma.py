@@ -79,7 +79,7 @@ def test_the_reason_is_given(arch: str, tile: tuple[int, ...], changes: dict[str
 
 def test_bfloat16_fragments_are_loaded_from_shared_memory() -> None:
     # Through generic addresses, as nvcc compiles wmma's own loads of bfloat16, each would be four reads for one.
-    source = render(kernel("sm_90a", "bfloat16", 64, (), "analytic", 64, 64, 4, 2)).sources["kernel.cu"]
+    source = render(kernel("sm_90a", "bfloat16", 64, (), "analytic", 64, 64, 4, 2)).sources["device.cuh"]
     assert "shared.bf16" in source
     assert "load_matrix_sync(fragment" not in source
 

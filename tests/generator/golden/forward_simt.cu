@@ -1,18 +1,16 @@
 // tilewright, generated: do not edit.
 // forward_simt/gather 64x32 lanes_per_row=8 num_stages=2 num_warps=4 q_in_registers=False tile_order=forward vector=4
 // attention_forward, float32, head_dim 64, sm_90a, mask terms: window stride
-// digest b26d7a40be55bd02
+// digest 4ee8558d0583cb5a
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on CUDA cores, in float32. A block owns BLOCK_M query rows and a warp
 // BLOCK_M / NUM_WARPS of them: its lanes are a grid of ROW_GROUPS x LANES_PER_ROW, each lane with LANE_ROWS rows and
 // LANE_COLUMNS keys of the scores, then with the same rows and LANE_DIMS columns of the output.
-#include <cuda_runtime.h>
+#include "device.cuh"
 
 #include <atomic>
 #include <cstdint>
 #include <limits>
-
-#pragma nv_diag_suppress 177  // a stage may define a function that this kernel does not call
 
 constexpr int HEAD_DIM = 64;
 constexpr int BLOCK_M = 64;  // query rows a block
@@ -49,9 +47,7 @@ __device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int lowest_bit(uint32_t word) { return __ffs(int(word)) - 1; }
 constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
 
-typedef float Element;
-__device__ __forceinline__ float to_float(Element value) { return value; }
-__device__ __forceinline__ Element to_element(float value) { return value; }
+using Element = float;
 
 constexpr int widest_vector(int width) {
     return LANE_DIMS % width == 0 ? width : widest_vector(width / 2);
@@ -413,10 +409,7 @@ __device__ __forceinline__ void copy_tile(const Arguments& args, const Element* 
     }
 }
 
-// A word in memory is one float, or a pair of 2-byte elements, the first in its low half.
-constexpr int WORD_ELEMENTS = 4 / int(sizeof(Element));
-__device__ __forceinline__ void from_word(uint32_t word, float* to) { to[0] = __uint_as_float(word); }
-__device__ __forceinline__ uint32_t to_word(const float* from) { return __float_as_uint(from[0]); }
+constexpr int WORD_ELEMENTS = 4 / int(sizeof(Element));  // a word in memory is one float, or two 2-byte elements
 
 template <int WIDTH>
 __device__ __forceinline__ void load_vector(const Element* from, float* to) {
@@ -425,17 +418,17 @@ __device__ __forceinline__ void load_vector(const Element* from, float* to) {
     if constexpr (WORDS == 0) {
         to[0] = to_float(*from);
     } else if constexpr (WORDS == 1) {
-        from_word(*reinterpret_cast<const uint32_t*>(from), to);
+        from_word<Element>(*reinterpret_cast<const uint32_t*>(from), to);
     } else if constexpr (WORDS == 2) {
         const uint2 words = *reinterpret_cast<const uint2*>(from);
-        from_word(words.x, to);
-        from_word(words.y, to + WORD_ELEMENTS);
+        from_word<Element>(words.x, to);
+        from_word<Element>(words.y, to + WORD_ELEMENTS);
     } else {
         const uint4 words = *reinterpret_cast<const uint4*>(from);
-        from_word(words.x, to);
-        from_word(words.y, to + WORD_ELEMENTS);
-        from_word(words.z, to + 2 * WORD_ELEMENTS);
-        from_word(words.w, to + 3 * WORD_ELEMENTS);
+        from_word<Element>(words.x, to);
+        from_word<Element>(words.y, to + WORD_ELEMENTS);
+        from_word<Element>(words.z, to + 2 * WORD_ELEMENTS);
+        from_word<Element>(words.w, to + 3 * WORD_ELEMENTS);
     }
 }
 
@@ -461,30 +454,16 @@ __device__ __forceinline__ void store_vector(Element* to, const float* from, boo
     constexpr int WORDS = WIDTH / WORD_ELEMENTS;
     if (WORDS == 0 || !aligned) {
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) to[i] = to_element(from[i]);
+        for (int i = 0; i < WIDTH; ++i) to[i] = from_float<Element>(from[i]);
     } else if constexpr (WORDS == 1) {
-        *reinterpret_cast<uint32_t*>(to) = to_word(from);
+        *reinterpret_cast<uint32_t*>(to) = to_word<Element>(from);
     } else if constexpr (WORDS == 2) {
-        *reinterpret_cast<uint2*>(to) = {to_word(from), to_word(from + WORD_ELEMENTS)};
+        *reinterpret_cast<uint2*>(to) = {to_word<Element>(from), to_word<Element>(from + WORD_ELEMENTS)};
     } else {
-        *reinterpret_cast<uint4*>(to) = {to_word(from), to_word(from + WORD_ELEMENTS), to_word(from + 2 * WORD_ELEMENTS),
-                                         to_word(from + 3 * WORD_ELEMENTS)};
+        *reinterpret_cast<uint4*>(to) = {to_word<Element>(from), to_word<Element>(from + WORD_ELEMENTS),
+                                         to_word<Element>(from + 2 * WORD_ELEMENTS),
+                                         to_word<Element>(from + 3 * WORD_ELEMENTS)};
     }
-}
-
-// 16 bytes from global to shared memory without a register; zeros when not real. from must be a valid address always.
-__device__ __forceinline__ void cp_async_16(Element* to, const Element* from, bool real) {
-    const unsigned smem_address = unsigned(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem_address), "l"(from), "r"(real ? 16 : 0)
-                 : "memory");
-}
-
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-
-// Until at most PENDING of this thread's newest groups are still in flight.
-template <int PENDING>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
 }
 
 // load: the tile's keys and values into one stage; complete after cp_async_wait and a barrier.
@@ -565,13 +544,6 @@ __device__ __forceinline__ QueryTile query_tile(const Arguments& args) {
     return at;
 }
 
-// 2^x, relative error below 2^-21; 0 for -inf.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
 // The largest value, or the sum, over the lanes that share a row.
 __device__ __forceinline__ float largest_of_row(float value) {
 #pragma unroll
@@ -611,10 +583,10 @@ template <bool ALIGNED>
 __device__ __forceinline__ void load_query_chunk(const Element* from, bool real, float scale, float* to) {
     uint4 chunk = {0u, 0u, 0u, 0u};
     if (real) chunk = fetch_chunk<ALIGNED>(from);
-    from_word(chunk.x, to);
-    from_word(chunk.y, to + WORD_ELEMENTS);
-    from_word(chunk.z, to + 2 * WORD_ELEMENTS);
-    from_word(chunk.w, to + 3 * WORD_ELEMENTS);
+    from_word<Element>(chunk.x, to);
+    from_word<Element>(chunk.y, to + WORD_ELEMENTS);
+    from_word<Element>(chunk.z, to + 2 * WORD_ELEMENTS);
+    from_word<Element>(chunk.w, to + 3 * WORD_ELEMENTS);
 #pragma unroll
     for (int e = 0; e < CHUNK; ++e) to[e] *= scale;
 }
@@ -713,11 +685,11 @@ __device__ __forceinline__ void online_softmax(const Lane& lane, float* smem_p, 
         const float new_max = fmaxf(tiles.row_max[i], largest_of_row(tile_max));
         // No active key so far: subtract 0, so that -inf - (-inf) never happens and every p is 0.
         const float base = new_max == NEGATIVE_INFINITY ? 0.0f : new_max;
-        const float rescale = exp2_fast(tiles.row_max[i] - base);  // 0 for the first key
+        const float rescale = exp2_approximate(tiles.row_max[i] - base);  // 0 for the first key
         float sum = 0.0f;
 #pragma unroll
         for (int c = 0; c < LANE_COLUMNS; ++c) {
-            const float p = exp2_fast(tiles.acc_s[i][c] - base);
+            const float p = exp2_approximate(tiles.acc_s[i][c] - base);
             smem_p[lane.row(i) * PROBABILITY_STRIDE + c * LANES_PER_ROW + lane.row_lane] = p;
             sum += p;
         }
@@ -781,7 +753,7 @@ __device__ __forceinline__ void write_rows(const Arguments& args, bool aligned, 
 
 __global__ void __launch_bounds__(THREADS) attention_forward(const __grid_constant__ Arguments args) {
     // setup
-    extern __shared__ __align__(16) unsigned char smem[];
+    DYNAMIC_SHARED_MEMORY(smem, 16);
     SharedTiles& shared = *reinterpret_cast<SharedTiles*>(smem);
     const QueryTile at = query_tile(args);
     const int rows = at.row_stop - at.row_start;
@@ -834,10 +806,8 @@ __global__ void __launch_bounds__(THREADS) attention_forward(const __grid_consta
 
 }  // namespace
 
-namespace {
-
 // Past 48 KB a kernel must be told of its shared memory, once for each device.
-cudaError_t prepare(int device) {
+static cudaError_t prepare(int device) {
     static std::atomic<uint64_t> prepared{0};
     const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
     if (SMEM_BYTES <= 48 * 1024 || (prepared.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
@@ -847,7 +817,11 @@ cudaError_t prepare(int device) {
     return error;
 }
 
-}  // namespace
+static cudaError_t launch_blocks(const Arguments& args, unsigned blocks, cudaStream_t stream) {
+    const cudaError_t error = prepare(args.device);
+    if (error != cudaSuccess) return error;
+    return launch_grid(attention_forward, blocks, THREADS, SMEM_BYTES, stream, args);
+}
 
 __attribute__((visibility("hidden"))) int launch_kernel(const Arguments& args) {
     const int64_t tiles_q = (int64_t(args.seqlen_q) + BLOCK_M - 1) / BLOCK_M;
@@ -857,12 +831,7 @@ __attribute__((visibility("hidden"))) int launch_kernel(const Arguments& args) {
     int previous = 0;
     cudaError_t error = cudaGetDevice(&previous);
     if (error == cudaSuccess && previous != args.device) error = cudaSetDevice(args.device);
-    if (error == cudaSuccess) error = prepare(args.device);
-    if (error == cudaSuccess) {
-        void* parameters[] = {const_cast<Arguments*>(&args)};
-        error = cudaLaunchKernel(reinterpret_cast<const void*>(&attention_forward), dim3(unsigned(blocks)), dim3(THREADS),
-                                 parameters, SMEM_BYTES, static_cast<cudaStream_t>(args.stream));
-    }
+    if (error == cudaSuccess) error = launch_blocks(args, unsigned(blocks), static_cast<cudaStream_t>(args.stream));
     if (error != cudaSuccess) cudaGetLastError();  // reported here: not to be found by somebody else's next check
     if (previous != args.device) cudaSetDevice(previous);
     return error;

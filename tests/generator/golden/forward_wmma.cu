@@ -1,23 +1,16 @@
 // tilewright, generated: do not edit.
 // forward_wmma/list 64x64 blocks_per_sm=1 num_stages=2 num_warps=4 q_in_registers=True smem_padding=8 tile_order=forward
 // attention_forward, bfloat16, head_dim 128, sm_90a, mask terms: and_blocks
-// digest e85504b15b2bfcd2
+// digest cb9baa6e6b7e4f61
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on tensor cores through nvcuda::wmma. A block owns BLOCK_M query rows, each
 // of its warps ROWS_PER_WARP of them. For each KV tile a warp computes its scores into its own shared memory, where two lanes
 // share a row for the online softmax; the probabilities take the scores' place and multiply V. O stays in accumulators.
-#include <mma.h>
-
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
+#include "device.cuh"
 
 #include <atomic>
 #include <cstdint>
 #include <limits>
-
-#pragma nv_diag_suppress 177  // a stage may define a function that this kernel does not call
-
-namespace wmma = nvcuda::wmma;
 
 constexpr int HEAD_DIM = 128;
 constexpr int BLOCK_M = 64;
@@ -53,9 +46,7 @@ __device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int lowest_bit(uint32_t word) { return __ffs(int(word)) - 1; }
 constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
 
-typedef __nv_bfloat16 Element;
-__device__ __forceinline__ float to_float(Element value) { return __bfloat162float(value); }
-__device__ __forceinline__ Element to_element(float value) { return __float2bfloat16_rn(value); }
+using Element = bfloat16;
 
 // Fragments are 16 x 16 x 16; which element a lane holds is wmma's own business, and nothing here relies on it.
 constexpr int FRAGMENT = 16;
@@ -63,28 +54,6 @@ using RowOperand = wmma::fragment<wmma::matrix_a, FRAGMENT, FRAGMENT, FRAGMENT, 
 using KeyOperand = wmma::fragment<wmma::matrix_b, FRAGMENT, FRAGMENT, FRAGMENT, Element, wmma::col_major>;      // K^T
 using ValueOperand = wmma::fragment<wmma::matrix_b, FRAGMENT, FRAGMENT, FRAGMENT, Element, wmma::row_major>;    // V
 using Accumulator = wmma::fragment<wmma::accumulator, FRAGMENT, FRAGMENT, FRAGMENT, float>;
-
-// wmma::load_matrix_sync for bfloat16, told that the address is in shared memory: nvcc 13.0 takes a generic one in its place and
-// emits four loads of 4 bytes, and for V a transpose, where this is one ldmatrix.
-#define DEFINE_LOAD_FRAGMENT(Operand, which)                                                                             \
-    __device__ __forceinline__ void load_fragment(Operand& fragment, const Element* from, int stride) {                  \
-        uint32_t* registers = reinterpret_cast<uint32_t*>(&fragment.x);                                                  \
-        asm volatile("wmma.load." which ".m16n16k16.shared.bf16 { %0, %1, %2, %3 }, [%4], %5;\n"                         \
-                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])                    \
-                     : "r"(unsigned(__cvta_generic_to_shared(from))), "r"(stride)                                        \
-                     : "memory");                                                                                        \
-    }
-DEFINE_LOAD_FRAGMENT(RowOperand, "a.sync.aligned.row")
-DEFINE_LOAD_FRAGMENT(KeyOperand, "b.sync.aligned.col")
-DEFINE_LOAD_FRAGMENT(ValueOperand, "b.sync.aligned.row")
-#undef DEFINE_LOAD_FRAGMENT
-static_assert(sizeof(RowOperand::x) == 16 && sizeof(KeyOperand::x) == 16 && sizeof(ValueOperand::x) == 16,
-              "a bfloat16 operand is four registers");
-
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-}
 
 constexpr int ROW_BLOCKS = ROWS_PER_WARP / FRAGMENT;
 constexpr int KEY_BLOCKS = BLOCK_N / FRAGMENT;
@@ -533,21 +502,6 @@ __device__ __forceinline__ void copy_tile(const Arguments& args, const Element* 
     }
 }
 
-// 16 bytes from global to shared memory without a register; zeros when not real. from must be a valid address always.
-__device__ __forceinline__ void cp_async_16(Element* to, const Element* from, bool real) {
-    const unsigned smem_address = unsigned(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem_address), "l"(from), "r"(real ? 16 : 0)
-                 : "memory");
-}
-
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-
-// Until at most PENDING of this thread's newest groups are still in flight.
-template <int PENDING>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
-}
-
 // load: the tile's keys and values into one stage; complete after cp_async_wait and a barrier.
 __device__ __forceinline__ void load_tile(const Arguments& args, bool aligned, const Element* key, const Element* value,
                                           const Tile& tile, Element* smem_k, Element* smem_v) {
@@ -606,13 +560,6 @@ __device__ __forceinline__ void for_each_tile(const Arguments& args, bool aligne
         load_stage = load_stage + 1 == NUM_STAGES ? 0 : load_stage + 1;
     }
     cp_async_wait<0>();
-}
-
-// 2^x: 0 for -inf, NaN for NaN.
-__device__ __forceinline__ float exp2_approximate(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
-    return result;
 }
 
 // load: COLUMNS of a warp's query rows, from `query`'s on, to shared memory; rows from row_stop on are 0.
@@ -769,7 +716,7 @@ __device__ __forceinline__ void online_softmax(float* smem_s, float scale_log2, 
 #pragma unroll
         for (int c = 0; c < 4; ++c) p[q][c] = exp2_approximate(p[q][c] - base);
         row_sum += (p[q][0] + p[q][1]) + (p[q][2] + p[q][3]);
-        *reinterpret_cast<uint2*>(smem_p + q * 8) = {pack(p[q][0], p[q][1]), pack(p[q][2], p[q][3])};
+        *reinterpret_cast<uint2*>(smem_p + q * 8) = {pack<Element>(p[q][0], p[q][1]), pack<Element>(p[q][2], p[q][3])};
     }
 }
 
@@ -829,8 +776,9 @@ __device__ __forceinline__ void store_rows(const Accumulator (&acc_o)[DIM_BLOCKS
             const float factor = __shfl_sync(WARP, inverse, 2 * row);
             const float4* from = reinterpret_cast<const float4*>(smem_s + row * SCORE_STRIDE + column);
             const float4 low = from[0], high = from[1];
-            const uint4 chunk = {pack(low.x * factor, low.y * factor), pack(low.z * factor, low.w * factor),
-                                 pack(high.x * factor, high.y * factor), pack(high.z * factor, high.w * factor)};
+            const uint4 chunk = {
+                pack<Element>(low.x * factor, low.y * factor), pack<Element>(low.z * factor, low.w * factor),
+                pack<Element>(high.x * factor, high.y * factor), pack<Element>(high.z * factor, high.w * factor)};
             if (row < rows) store_chunk(out + row * row_stride + FIRST * FRAGMENT + column, chunk, aligned);
         }
         store_rows<FIRST + COUNT>(acc_o, inverse, smem_s, out, row_stride, aligned, rows);
@@ -839,7 +787,7 @@ __device__ __forceinline__ void store_rows(const Accumulator (&acc_o)[DIM_BLOCKS
 
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(const __grid_constant__ Arguments args) {
     // setup
-    extern __shared__ __align__(128) unsigned char smem[];
+    DYNAMIC_SHARED_MEMORY(smem, 128);
     SharedTiles& shared = *reinterpret_cast<SharedTiles*>(smem);
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     float* smem_s = shared.smem_s + warp_idx * ROWS_PER_WARP * SCORE_STRIDE;
@@ -930,10 +878,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(cons
 
 }  // namespace
 
-namespace {
-
 // Past 48 KB a kernel must be told of its shared memory, once for each device.
-cudaError_t prepare(int device) {
+static cudaError_t prepare(int device) {
     static std::atomic<uint64_t> prepared{0};
     const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
     if (SMEM_BYTES <= 48 * 1024 || (prepared.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
@@ -943,7 +889,11 @@ cudaError_t prepare(int device) {
     return error;
 }
 
-}  // namespace
+static cudaError_t launch_blocks(const Arguments& args, unsigned blocks, cudaStream_t stream) {
+    const cudaError_t error = prepare(args.device);
+    if (error != cudaSuccess) return error;
+    return launch_grid(attention_forward, blocks, THREADS, SMEM_BYTES, stream, args);
+}
 
 __attribute__((visibility("hidden"))) int launch_kernel(const Arguments& args) {
     const int64_t tiles_q = (int64_t(args.seqlen_q) + BLOCK_M - 1) / BLOCK_M;
@@ -953,12 +903,7 @@ __attribute__((visibility("hidden"))) int launch_kernel(const Arguments& args) {
     int previous = 0;
     cudaError_t error = cudaGetDevice(&previous);
     if (error == cudaSuccess && previous != args.device) error = cudaSetDevice(args.device);
-    if (error == cudaSuccess) error = prepare(args.device);
-    if (error == cudaSuccess) {
-        void* parameters[] = {const_cast<Arguments*>(&args)};
-        error = cudaLaunchKernel(reinterpret_cast<const void*>(&attention_forward), dim3(unsigned(blocks)), dim3(THREADS),
-                                 parameters, SMEM_BYTES, static_cast<cudaStream_t>(args.stream));
-    }
+    if (error == cudaSuccess) error = launch_blocks(args, unsigned(blocks), static_cast<cudaStream_t>(args.stream));
     if (error != cudaSuccess) cudaGetLastError();  // reported here: not to be found by somebody else's next check
     if (previous != args.device) cudaSetDevice(previous);
     return error;
