@@ -167,7 +167,7 @@ void load_operands(void* const* lanes, void*) {
         const uint16_t* from = static_cast<const uint16_t*>(access.memory) + size_t(line) * access.stride;
         warp_reads(ANY_LANE, from, sizeof bits[0]);
         if (SHARED && !is_shared(from)) {  // asked second: the read itself tells what is just outside
-            fault("load_fragment: the matrix must be in shared memory, got %p; elsewhere use wmma::load_matrix_sync", from);
+            fault("load_fragment: the matrix must be in shared memory, got %p; or use wmma::load_matrix_sync", from);
         }
         if (!ACROSS) {
             memcpy(bits[line], from, sizeof bits[0]);

@@ -15,7 +15,7 @@ struct row_major;
 struct col_major;
 enum layout_t { mem_row_major, mem_col_major };
 
-// A lane's share of 16 x 16 elements. (A GPU's float16 operands have 16: the second half repeats the first.)
+// A lane's share of 16 x 16 elements. (A GPU's float16 operands have 16: every element is held twice.)
 template <typename Element>
 struct Share {
     using element_type = Element;
