@@ -161,15 +161,26 @@ def read_verified(path: Path) -> dict[str, Verified]:
 
 
 def write_verified(path: Path, device: str, records: Iterable[Verified]) -> None:
-    """Add records to a device's file, newest for each digest, one kernel a line so that changes read well."""
+    """Add records to a device's file, newest for each digest, one kernel a line so that changes read well.
+
+    Records of sources that the templates no longer render are dropped: they say nothing about what ships now.
+    """
     merged = {**read_verified(path), **{record.digest: record for record in records}}
-    rows = sorted(merged.values(), key=lambda r: (r.kernel.spec.name, r.kernel.dtype, r.kernel.head_dim, r.digest))
+    current = (record for record in merged.values() if _is_current(record))
+    rows = sorted(current, key=lambda r: (r.kernel.spec.name, r.kernel.dtype, r.kernel.head_dim, r.digest))
     lines = ",\n".join("  " + json.dumps(row.to_dict(), sort_keys=True) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(f'{{"device": {json.dumps(device)}, "kernels": [\n{lines}\n]}}\n')
     os.replace(file.name, path)
     path.chmod(0o644)
+
+
+def _is_current(record: Verified) -> bool:
+    try:
+        return render(record.kernel).digest == record.digest
+    except VariantFailed:
+        return False
 
 
 def missing(arch_name: str, records: dict[str, Verified]) -> list[Kernel]:

@@ -69,6 +69,15 @@ def test_a_changed_kernel_counts_as_never_verified(tmp_path: Path) -> None:
     assert read_verified(path)[changed.digest] == changed
 
 
+def test_records_of_sources_that_are_no_longer_rendered_are_dropped(tmp_path: Path) -> None:
+    kernels = kernels_to_verify(arch_named("cpu"))[:2]
+    now = Verified(render(kernels[0]).digest, kernels[0], 1e-6, 1e-7, "2026-01-01")
+    before = Verified("0" * 16, kernels[1], 1e-6, 1e-7, "2025-01-01")
+    path = tmp_path / "x.json"
+    write_verified(path, "A CPU", [now, before])
+    assert read_verified(path) == {now.digest: now}
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"kernels": [')
