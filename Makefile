@@ -1,5 +1,5 @@
 # make tune: set up .venv and tune on this machine's own device; ARGS go to `tilewright tune`.
-# make test: the same set-up, then every check that has to pass.
+# make test: the same set-up, then every check that has to pass; make check is the one of GPU kernels on the CPU.
 
 PYTHON ?= python3
 ARGS ?=
@@ -11,14 +11,18 @@ LINKS := .links/tilewright
 ROOMS := templates generator runtime tuner results
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: tune test lint types links clean
+.PHONY: tune test check lint types links clean
 .DELETE_ON_ERROR:
 
 tune: $(VENV)/tune.stamp
 	$(BIN)/tilewright tune $(ARGS)
 
-test: lint types
+test: lint types check
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# The limit is a safety net: past it the check fails, and says what it left out.
+check: $(VENV)/test.stamp
+	$(BIN)/tilewright check --time-limit 240
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

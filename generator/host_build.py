@@ -45,6 +45,9 @@ WATCHED_FLAGS = (
     "-fsanitize=signed-integer-overflow,shift,bounds,alignment",
 )
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+LINK_FLAGS = ("-shared", "-Wl,-Bsymbolic", "-Wl,--version-script=exports.map")
+EXPORTS = "{ global: PyInit_*; tilewright_host_*; local: *; };\n"
+"""With -Bsymbolic: every kernel in a process keeps to its own runtime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ def _kernel_key(rendered: Rendered, sanitize: bool) -> dict[str, Any]:
         "source": hashlib.sha256(rendered.sources["kernel.cu"].encode()).hexdigest(),
         "runtime": _runtime_part().key,
         "binding": _binding_part(rendered).key,
-        "flags": _kernel_flags(sanitize),
+        "flags": [*_kernel_flags(sanitize), *LINK_FLAGS, EXPORTS],
         "sanitize": sanitize,
     }
 
@@ -212,12 +215,13 @@ def _make_kernel(directory: Path, rendered: Rendered, objects: Sequence[Path], s
     source.write_text(rendered.sources["kernel.cu"], encoding="utf-8")
     include = f"-I{_runtime_folder()}"
     _compile(source, [*_kernel_flags(sanitize), include, "-c", source.name, "-o", compiled.name], directory)
-    # Linked with the kernel's -fsanitize, the watched library would depend on libtsan. -Bsymbolic: every kernel in a
-    # process keeps to its own runtime.
-    libraries = SANITIZE_FLAGS if sanitize else ()
-    link = ["-shared", "-Wl,-Bsymbolic", *libraries, compiled.name, *map(str, objects), "-o", linked.name]
-    _compile(source, link, directory)
-    compiled.unlink()
+    exports = directory / "exports.map"
+    exports.write_text(EXPORTS)
+    # Linked with the kernel's -fsanitize, the watched library would depend on libtsan.
+    flags = [*LINK_FLAGS, *(SANITIZE_FLAGS if sanitize else ())]
+    _compile(source, [*flags, compiled.name, *map(str, objects), "-o", linked.name], directory)
+    for leftover in (compiled, exports):
+        leftover.unlink()
     manifest = {
         "key": _kernel_key(rendered, sanitize),
         "kernel": rendered.kernel.to_dict(),

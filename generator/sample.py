@@ -58,9 +58,6 @@ def _legal_near(
                     yield spec
 
 
-PRINCIPAL_AXES = ("mask_form", "dtype", "num_stages", "num_warps", "arch")
-"""What decides together which code a kernel runs: a pairwise sample has every legal pair of them, family by family."""
-
 CANDIDATES = 12
 """Kernels that are made for each one chosen; more give a slightly shorter sample."""
 
@@ -75,42 +72,46 @@ Target = tuple[str, tuple[Choice, ...]]
 
 ANY_FAMILY = "*"
 
-SHARED_PAIRS = (("mask_form", "mask_terms"),)
+SHARED_PAIR = ("mask_form", "mask_terms")
 """What decides which code of the shared stages a kernel runs: each legal pair is in some family's kernel."""
+
+_FIXED = ("arch", "dtype", "head_dim", "mask_terms")
+"""What a problem decides about its kernels."""
+
+_ONCE = ("head_dim", "mask_terms")
+"""Of these, each value is in one kernel of each family; of everything else, each pair of values."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairwiseSample:
-    """Kernels in the order in which they cover the most, and all pairs of principal choices that are legal."""
+    """Kernels in the order in which they cover the most, and all pairs of choices that are legal."""
 
     kernels: tuple[Kernel, ...]
     pairs: frozenset[Target]
 
 
-def pairs_of(kernel: Kernel, principal: Sequence[str] = PRINCIPAL_AXES) -> frozenset[Target]:
-    """The pairs that `kernel` has: of the principal axes as its family's, of `SHARED_PAIRS` as any family's."""
+def pairs_of(kernel: Kernel) -> frozenset[Target]:
+    """The pairs of choices that `kernel` has: of its axes, dtype and architecture as its family's, and the pair of
+    `SHARED_PAIR` as any family's.
+    """
     choices = _choices(kernel)
-    present = [(axis, choices[axis]) for axis in principal if axis in choices]
-    own = ((kernel.spec.family, pair) for pair in itertools.combinations(present, 2))
-    shared = ((a, b) for a, b in SHARED_PAIRS if a in choices and b in choices)
-    return frozenset(own) | {(ANY_FAMILY, ((a, choices[a]), (b, choices[b]))) for a, b in shared}
+    paired = [choice for choice in choices.items() if choice[0] not in _ONCE]
+    own = frozenset((kernel.spec.family, pair) for pair in itertools.combinations(paired, 2))
+    shared = tuple((axis, choices[axis]) for axis in SHARED_PAIR if axis in choices)
+    return own | {(ANY_FAMILY, shared)} if len(shared) == 2 else own
 
 
-def pairwise_sample(
-    problems: Sequence[Problem], families: Iterable[Family], principal: Sequence[str] = PRINCIPAL_AXES, seed: int = 0
-) -> PairwiseSample:
-    """A greedy covering array: within each family every legal pair of values of the `principal` axes, and at least once
-    every value of its other axes and every head dim and set of mask terms among the problems; over all families every
-    legal pair of `SHARED_PAIRS`.
+def pairwise_sample(problems: Sequence[Problem], families: Iterable[Family], seed: int = 0) -> PairwiseSample:
+    """A greedy covering array: within each family every legal pair of values of its axes, dtypes and architectures and
+    at least once every head dim and set of mask terms; over all families every legal pair of `SHARED_PAIR`.
 
     problems: the architectures, dtypes, head dims and mask terms to choose from, in any combination that is to be
-    allowed. Deterministic. Targets that no problem has a legal variant for are left out, after trying all of them.
+    allowed. Deterministic. Pairs that no problem has a legal variant for are left out, after trying all of them.
     """
     spaces = {family.name: _FamilySpace(family, problems) for family in families}
-    axes_pairs = list(itertools.combinations(principal, 2))
-    pairs = [target for space in spaces.values() for target in space.pairs(axes_pairs)]
-    pairs += dict.fromkeys((ANY_FAMILY, t[1]) for space in spaces.values() for t in space.pairs(SHARED_PAIRS))
-    singles = [target for space in spaces.values() for target in space.singles(principal)]
+    pairs = [target for space in spaces.values() for target in space.pairs()]
+    pairs += dict.fromkeys(target for space in spaces.values() for target in space.shared_pairs())
+    singles = [target for space in spaces.values() for target in space.singles()]
     generator = random.Random(seed)
     missing = dict.fromkeys(pairs + singles)
     impossible: set[Target] = set()
@@ -128,23 +129,24 @@ def pairwise_sample(
             else:
                 candidates.append(kernel)
         if candidates:
-            best = max(candidates, key=lambda kernel: len(_met(kernel, principal) & missing.keys()))
+            best = max(candidates, key=lambda kernel: len(_met(kernel) & missing.keys()))
             chosen.append(best)
-            for target in _met(best, principal):
+            for target in _met(best):
                 missing.pop(target, None)
     return PairwiseSample(tuple(chosen), frozenset(pairs) - impossible)
 
 
 def _choices(kernel: Kernel) -> dict[str, AxisValue]:
-    choices = {**kernel.spec.values(), "dtype": kernel.dtype, "arch": kernel.arch, "head_dim": kernel.head_dim}
+    """What was chosen for a kernel, in an order that is the same for all of a family's."""
+    choices = {"arch": kernel.arch, "dtype": kernel.dtype, "head_dim": kernel.head_dim, **kernel.spec.values()}
     # A scan kernel has no terms of its own, which is not the same as serving calls without a mask.
     return choices if kernel.spec.mask_form == "scan" else {**choices, "mask_terms": " ".join(kernel.mask_terms)}
 
 
-def _met(kernel: Kernel, principal: Sequence[str]) -> frozenset[Target]:
+def _met(kernel: Kernel) -> frozenset[Target]:
     """Every target that `kernel` meets."""
     singles = ((kernel.spec.family, (choice,)) for choice in _choices(kernel).items())
-    return pairs_of(kernel, principal) | frozenset(singles)
+    return pairs_of(kernel) | frozenset(singles)
 
 
 class _Wanted:
@@ -184,23 +186,32 @@ class _FamilySpace:
                 self.problems[_fixed_by(problem)] = problem
         fixed = (dict.fromkeys(values) for values in zip(*self.problems, strict=True))
         self.axes = axes_of(family)
-        self.values = {**self.axes, **{axis: tuple(v) for axis, v in zip(_FIXED, fixed, strict=False)}}
+        # In the order of _choices.
+        names = ("mask_form", "block_m", "block_n", *sorted(family.axes.keys() - {"block_m", "block_n"}))
+        self.values = {axis: tuple(v) for axis, v in zip(_FIXED, fixed, strict=False)}
+        self.values |= {axis: self.axes[axis] for axis in names}
 
-    def pairs(self, axes: Iterable[tuple[str, str]]) -> Iterator[Target]:
-        """Every pair of values of these pairs of axes, legal or not."""
-        for one, other in axes if self.problems else ():
-            for a, b in itertools.product(self.values.get(one, ()), self.values.get(other, ())):
+    def pairs(self) -> Iterator[Target]:
+        """Every pair of values of two axes, legal or not."""
+        paired = [axis for axis in self.values if axis not in _ONCE] if self.problems else []
+        for one, other in itertools.combinations(paired, 2):
+            for a, b in itertools.product(self.values[one], self.values[other]):
                 yield self.family.name, ((one, a), (other, b))
 
-    def singles(self, principal: Sequence[str]) -> Iterator[Target]:
-        """Every value of every other axis."""
-        for axis, values in self.values.items() if self.problems else ():
-            if axis not in principal:
-                yield from ((self.family.name, ((axis, value),)) for value in values)
+    def shared_pairs(self) -> Iterator[Target]:
+        """Every pair of values of `SHARED_PAIR`, as any family's."""
+        one, other = SHARED_PAIR
+        for a, b in itertools.product(self.values[one], self.values.get(other, ())):
+            yield ANY_FAMILY, ((one, a), (other, b))
+
+    def singles(self) -> Iterator[Target]:
+        """Every value of an axis that is not paired."""
+        for axis in _ONCE:
+            yield from ((self.family.name, ((axis, value),)) for value in self.values.get(axis, ()))
 
     def kernel_with(self, choices: Iterable[Choice], wanted: _Wanted) -> Kernel | None:
         """A legal kernel with these choices, and more of what is wanted where that is easily had; else None."""
-        asked: dict[str, tuple[AxisValue, ...]] = {axis: (value,) for axis, value in choices}
+        asked = {axis: tuple(v for v in self.values.get(axis, ()) if v == value) for axis, value in choices}
         if "mask_terms" in asked:
             forms = asked.get("mask_form", self.family.mask_forms)
             asked["mask_form"] = tuple(form for form in forms if form != "scan")
@@ -222,8 +233,8 @@ class _FamilySpace:
         tried: set[tuple[object, ...]] = set()
         for fixed, problem in self.problems.items():
             forms = tuple(f for f in axes["mask_form"] if not mask_form_reason(str(f), problem.mask.terms))
-            # Of a problem's mask, legality depends on the forms it allows.
-            alike = (problem.target, problem.dtype, problem.head_dim, forms)
+            # Of a problem's mask, legality depends on the forms it allows, and for a scan on whether there is one.
+            alike = (problem.target, problem.dtype, problem.head_dim, forms, problem.mask.terms == ())
             if alike in tried or any(
                 value not in asked.get(a, (value,)) for a, value in zip(_FIXED, fixed, strict=True)
             ):
@@ -233,9 +244,6 @@ class _FamilySpace:
             if spec is not None:
                 return kernel_of(problem, spec)
         return None
-
-
-_FIXED = ("arch", "dtype", "head_dim", "mask_terms")
 
 
 def _fixed_by(problem: Problem) -> tuple[AxisValue, ...]:

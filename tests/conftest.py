@@ -42,8 +42,9 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = tmp_path_factory.mktemp("cache")
     if "PYTEST_XDIST_WORKER" in os.environ:
         # The processes of one run share the kernels, and neither database nor locks.
-        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
-        kernels.mkdir(mode=0o700, exist_ok=True)
-        (cache / "kernels").symlink_to(kernels)
+        for name in ("kernels", "host"):
+            shared = tmp_path_factory.getbasetemp().parent / name
+            shared.mkdir(mode=0o700, exist_ok=True)
+            (cache / name).symlink_to(shared)
     patch = pytest.MonkeyPatch()
     patch.setenv(toolchain.CACHE_VARIABLE, str(cache))

@@ -59,7 +59,7 @@ def test_the_wheel_holds_every_room_and_its_data(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for room in ("templates", "generator", "runtime", "tuner"):
         for path in (ROOT / room).rglob("*"):
-            if path.suffix in (".py", ".jinja", ".toml"):
+            if path.suffix in (".py", ".jinja", ".toml", ".cuh", ".h", ".cpp"):
                 assert f"tilewright/{path.relative_to(ROOT)}" in names
     for path in (ROOT / "results").glob("*/winners.jsonl"):
         assert f"tilewright/{path.relative_to(ROOT)}" in names

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tilewright.generator.errors import TilewrightError
 from tilewright.runtime.environment import tilewright_version
 
-COMMANDS = ("tune", "db", "generate", "bench", "explain", "profile", "verify", "doctor")
+COMMANDS = ("tune", "db", "generate", "bench", "explain", "profile", "verify", "check", "doctor")
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130

@@ -19,7 +19,8 @@ class Agreement:
     """How far apart host and GPU were over the cases.
 
     out_error, lse_error: the largest absolute differences. ratio: the largest difference over what the case allows a
-    kernel to be off from fp64. case: where. cases: how many were compared. identical: in how many out had the same bits.
+    kernel to be off from fp64; case: where. cases: how many were compared. identical: in how many out was
+    the same bit for bit.
     """
 
     ok: bool
@@ -34,7 +35,7 @@ class Agreement:
 def compare_with_gpu(host: HostKernel, gpu: LoadedKernel, host_book: CaseBook, gpu_book: CaseBook) -> Agreement:
     """Run every case on both and compare the outputs. The books hold the same cases, each on its own device.
 
-    The far layouts are left out: they differ from others in their addresses alone. Raises the `VariantFailed` of a launch.
+    The far layouts are left out: only their addresses are unlike the others'. Raises the `VariantFailed` of a launch.
     """
     worst = (-1.0, "")
     out_error = lse_error = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +61,29 @@ SHAPES: tuple[CaseShape, ...] = (
 )
 """Every case; far layouts last, because they are the only ones that can be refused memory."""
 
+HOST_SHAPES: tuple[CaseShape, ...] = (
+    CaseShape("one token", 1, 1, 1, 1, 1),
+    CaseShape("17 tokens, masks per head", 2, 2, 2, 17, 17),
+    CaseShape("GQA, transposed", 1, 4, 2, 33, 63, layout="transposed"),
+    CaseShape("65 queries, 129 keys, amid NaNs", 1, 1, 1, 65, 129, layout="padded"),
+    CaseShape("5 queries, 1025 keys", 1, 2, 1, 5, 1025),
+    CaseShape("1 query, 257 keys", 2, 2, 1, 1, 257, layout="padded"),
+    CaseShape("more keys than queries, masks per head", 1, 2, 2, 19, 161),
+    CaseShape("more queries than keys", 1, 1, 1, 259, 33, layout="padded"),
+    CaseShape("empty rows", 1, 1, 1, 97, 65, style="empty_rows", layout="padded"),
+    CaseShape("all rows full", 1, 1, 1, 64, 128, style="full"),
+    CaseShape("all rows full, ragged", 2, 1, 1, 35, 83, style="full", layout="padded"),
+    CaseShape("counting keys", 1, 3, 1, 20, 203, numbers="uniform_weights"),
+    CaseShape("large logits", 1, 1, 1, 65, 97, numbers="large"),
+    CaseShape("very negative logits, ragged", 1, 1, 1, 37, 131, numbers="very_negative", layout="padded"),
+    CaseShape("rows at odd elements", 1, 2, 1, 21, 77, layout="unaligned"),
+    CaseShape("token offsets past 2^31", 1, 1, 1, 130, 130, layout="far_tokens"),
+    CaseShape("head offsets past 2^31", 1, 2, 2, 17, 45, layout="far_heads"),
+)
+"""The same ideas for a machine that executes a GPU's threads one after the other: fewer pairs, and still lengths that
+no tile divides, several tiles each way, and more tiles than a kernel has in flight. And rows that cannot be copied 16
+bytes at a time, which every kernel has a second way for."""
+
 BLOCK_SIZES = ((64, 64), (3, 5), (128, 32), (16, 48), (1, 7))
 """Granularities of block masks: ones that match no tile, that match some, and that are not square."""
 
@@ -92,13 +115,18 @@ class Case:
 
 
 def make_cases(
-    dtype: str, head_dim: int, terms: tuple[str, ...], mask_form: str, device: torch.device
+    dtype: str,
+    head_dim: int,
+    terms: tuple[str, ...],
+    mask_form: str,
+    device: torch.device,
+    shapes: Sequence[CaseShape] = SHAPES,
 ) -> Iterator[Case]:
-    """Every case of a kernel with these terms; each mask canonicalises to exactly the terms (any for `scan`).
+    """A kernel's case for each of the shapes; each mask canonicalises to exactly these terms (any for `scan`).
 
     The same inputs on every run. Raises `InvalidInput` when no mask has exactly these terms.
     """
-    for index, shape in enumerate(SHAPES):
+    for index, shape in enumerate(shapes):
         generator = torch.Generator().manual_seed(zlib.crc32(shape.name.encode()))
         case_terms = SCAN_TERMS[index % len(SCAN_TERMS)] if mask_form == "scan" else terms
         mask = mask_with_terms(case_terms, shape, generator, device)

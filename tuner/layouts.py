@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Layout = Literal["packed", "transposed", "padded", "far_tokens", "far_heads"]
+Layout = Literal["packed", "transposed", "padded", "unaligned", "far_tokens", "far_heads"]
 
 GUARD = 64
 """Elements before and after each tensor; keeps the tensor's first element aligned to 128 bytes in every dtype."""
@@ -45,7 +45,8 @@ def still_poisoned(tensor: Tensor) -> Tensor:
 class Placed:
     """A tensor as a view into a poisoned buffer; `outside` counts what was written beside it.
 
-    view: [B, H, N, D] (or fewer dimensions), last dimension contiguous, first element 128-byte aligned.
+    view: [B, H, N, D] (or fewer dimensions), last dimension contiguous; first element 128-byte aligned, but in the
+    layout `unaligned`.
     buffer: the whole storage, one-dimensional.
     """
 
@@ -63,22 +64,26 @@ def place(size: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: tor
     """A poisoned buffer and the view of `size` into it.
 
     packed: contiguous. transposed: [B, N, H, D] in memory. padded: 5 rows of NaN behind each head's last row and 16
-    columns beside each row. The far layouts live in one huge sparse buffer: see `FarBuffer`.
+    columns beside each row. unaligned: the same with 5 columns, from one element further on, so that few rows start at
+    a multiple of 16 bytes. The far layouts live in one huge sparse buffer: see `FarBuffer`.
     """
+    start = GUARD
     if layout == "transposed":
         batch, heads, tokens, dim = size
         strides: tuple[int, ...] = (tokens * heads * dim, dim, heads * dim, 1)
         span = batch * tokens * heads * dim
-    elif layout == "padded":
+    elif layout in ("padded", "unaligned"):
         batch, heads, tokens, dim = size
-        row, head = dim + 16, (tokens + 5) * (dim + 16)
+        row = dim + (16 if layout == "padded" else 5)
+        head = (tokens + 5) * row
+        start += layout == "unaligned"
         strides, span = (heads * head, head, row, 1), batch * heads * head
     else:
         strides = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
         span = math.prod(size)
     buffer = torch.empty(span + 2 * GUARD, dtype=dtype, device=device)
     poison(buffer)
-    return Placed(buffer.as_strided(size, strides, GUARD), buffer)
+    return Placed(buffer.as_strided(size, strides, start), buffer)
 
 
 class FarBuffer:

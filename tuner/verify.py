@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,14 +10,12 @@ import torch
 from torch import Tensor
 
 from tilewright.generator.variant import Kernel
-from tilewright.runtime.canonical import CanonicalMask, canonical
 from tilewright.runtime.plans import MaskPlan, build_plan
-from tilewright.tuner.cases import Case, make_cases
-from tilewright.tuner.expected import Expected, expect
+from tilewright.tuner.case_book import CaseBook, Prepared
+from tilewright.tuner.expected import Expected
 from tilewright.tuner.layouts import FarBuffer, Placed, bits_of, place, poison, still_poisoned
 
-CACHED_CASE_SETS = 8
-"""A tune meets one or two sets of terms; this many stay in memory (a set is about 30 MiB at head_dim 64)."""
+__all__ = ["CaseBook", "Prepared", "Runnable", "VerifyReport", "verify", "verify_call"]
 
 
 class Runnable(Protocol):
@@ -60,36 +57,6 @@ class VerifyReport:
     worst_ratio: float = 0.0
     cases: int = 0
     skipped: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A case laid out on the device, with its answer; inputs are None for the far layouts, placed at each run."""
-
-    case: Case
-    mask: CanonicalMask
-    expected: Expected
-    inputs: tuple[Placed, ...] | None
-    pristine: tuple[Tensor, ...]
-
-
-class CaseBook:
-    """The prepared cases of one device, kept between variants that share dtype, head_dim and mask terms."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._sets: OrderedDict[tuple[str, int, tuple[str, ...], bool], list[Prepared]] = OrderedDict()
-
-    def cases_for(self, kernel: Kernel) -> list[Prepared]:
-        """Every case of this kernel; made on the first call. Raises `InvalidInput` for terms that no mask has."""
-        key = (kernel.dtype, kernel.head_dim, kernel.mask_terms, kernel.spec.mask_form == "scan")
-        if key not in self._sets:
-            made = make_cases(kernel.dtype, kernel.head_dim, kernel.mask_terms, kernel.spec.mask_form, self.device)
-            self._sets[key] = [_prepare(case) for case in made]
-            if len(self._sets) > CACHED_CASE_SETS:
-                self._sets.popitem(last=False)
-        self._sets.move_to_end(key)
-        return self._sets[key]
 
 
 def verify(loaded: Runnable, device: torch.device | str, *, book: CaseBook | None = None) -> VerifyReport:
@@ -170,18 +137,6 @@ def verify_call(
 
 
 _UNWRITTEN, _NONFINITE, _MAX, _SQUARE, _EMPTY, _LSE, _HOLES, _REPEAT, _OUTSIDE, _CHANGED = range(10)
-
-
-def _prepare(case: Case) -> Prepared:
-    tensors = (case.query, case.key, case.value)
-    expected = expect(case.query, case.key, case.value, case.mask, case.scale)
-    mask = canonical(case.mask, case.shape.seqlen_q, case.shape.seqlen_kv)
-    if case.shape.layout.startswith("far"):
-        return Prepared(case, mask, expected, None, ())
-    placed = tuple(place(tuple(t.shape), case.shape.layout, t.dtype, t.device) for t in tensors)
-    for target, source in zip(placed, tensors, strict=True):
-        target.view.copy_(source)
-    return Prepared(case, mask, expected, placed, tuple(p.buffer.clone() for p in placed))
 
 
 def _run_twice(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,8 @@ from tilewright.generator.variant import Kernel
 from tilewright.tuner.measured import Measured
 
 if TYPE_CHECKING:
+    from tilewright.tuner.agreement import Agreement
+    from tilewright.tuner.host_kernel import HostReport
     from tilewright.tuner.verify import VerifyReport
     from tilewright.tuner.workloads import WorkloadRow
 
@@ -49,14 +52,18 @@ class _NeverTaken(Exception):
 class Worker:
     """The parent's handle on a process that verifies and times kernels on one device.
 
-    device: `cpu`, `cuda` or `cuda:1`. The process starts on the first request, in a session of its own (a Ctrl-C in
-    the terminal does not reach it) and is killed as a group. After a crash, a hang or a CUDA error that sticks, the
-    next request starts a fresh one and prepares the same row again. A worker whose parent dies ends by itself.
+    device: `cpu`, `cuda` or `cuda:1`. environment: variables of the process that differ from this one's. The process
+    starts on the first request, in a session of its own (a Ctrl-C in the terminal does not reach it) and is killed as a
+    group. After a crash, a hang or a CUDA error that sticks, the next request starts a fresh one and prepares the same
+    row again. A worker whose parent dies ends by itself.
     Use from one thread at a time; as a context manager it closes at the end.
     """
 
-    def __init__(self, device: str, *, start_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, device: str, *, start_timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.device = device
+        self.environment = dict(environment or {})
         self.start_timeout_s = start_timeout_s
         self._row: WorkloadRow | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -96,6 +103,24 @@ class Worker:
         report: VerifyReport = self._request("verify", (kernel, artifact), timeout_s)
         return report
 
+    def check(self, kernel: Kernel, artifact: Path, seed: int = 0, timeout_s: float = 120.0) -> HostReport:
+        """Run every case of `HOST_SHAPES` through a library of `host_build`, on the CPU; no row is needed.
+
+        seed: see `HostKernel`. Raises the `VariantFailed` that ended it: `IllegalAccess` with what the runtime or
+        AddressSanitizer reports.
+        """
+        report: HostReport = self._request("check", (kernel, artifact, seed), timeout_s)
+        return report
+
+    def agree(self, kernel: Kernel, host: Path, gpu: Path, timeout_s: float = 120.0) -> Agreement:
+        """Run the cases of `HOST_SHAPES` through both libraries of one kernel and compare what they give.
+
+        host: made by `host_build`. gpu: made by `build`, for this worker's GPU. Raises the `VariantFailed` that ended
+        it.
+        """
+        agreement: Agreement = self._request("agree", (kernel, host, gpu), timeout_s)
+        return agreement
+
     def compare(
         self, targets: Sequence[tuple[Kernel, Path]], rounds: int, timeout_s: float = 120.0
     ) -> list[list[float]]:
@@ -115,6 +140,13 @@ class Worker:
         """PyTorch's median times for the prepared row in microseconds, by name; see `baselines.baseline_runs`."""
         times: dict[str, float] = self._request("baselines", (), timeout_s, prepared=True)
         return times
+
+    def kill(self) -> None:
+        """End the process from any thread; the request it is on fails, and the thread that asked closes the handle."""
+        pid = self.pid
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the process, now, whatever it is doing."""
@@ -165,7 +197,7 @@ class Worker:
         ours, theirs = Pipe()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process dies, closed by close()
         # The child imports what this process imports, wherever that lies.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = {**os.environ, **self.environment, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = subprocess.Popen(
             # -P: a folder called tilewright in the working directory must not be imported instead.
             [sys.executable, "-P", "-c", _START, str(theirs.fileno()), self.device],
@@ -235,8 +267,8 @@ class Worker:
                 code = 0  # it closed its pipe and stays: killed below
         if self._errors is not None:
             self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            said = f": {lines[-1]}" if lines else ""
+            said = last_words(self._errors.read().decode(errors="replace"))
+            said = f": {said}" if said else ""
         self.close()
         if code == -signal.SIGKILL:
             return OutOfMemory("the worker was killed by SIGKILL, most likely because memory ran out")
@@ -245,3 +277,14 @@ class Worker:
         if code < 0:
             return IllegalAccess(f"the worker died of {signal.Signals(-code).name}{said}")
         return IllegalAccess(f"the worker ended with exit code {code}{said}")
+
+
+def last_words(errors: str) -> str:
+    """What a process that died said about it: a sanitizer's summary and the line of kernel.cu, else the last line."""
+    lines = errors.strip().splitlines()
+    reported = [line.strip() for line in lines if "SUMMARY: " in line or "runtime error: " in line]
+    if not reported:
+        return lines[-1] if lines else ""
+    frame = next((line for line in lines if re.match(r"\s*#\d+ .*kernel\.cu:\d+", line)), "")
+    place = re.sub(r"^\s*#\d+ (?:0x[0-9a-f]+ )?(?:in )?(.*?) (?:\S*/)?(kernel\.cu:\d+).*", r"\2 in \1", frame)
+    return f"{reported[0].replace('SUMMARY: ', '')}" + (f"; {place}" if place else "")

@@ -14,16 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewright.generator.errors import IllegalAccess, LaunchFailed, Outcome, OutOfMemory, TilewrightError
+from tilewright.generator.errors import (
+    IllegalAccess,
+    InvalidInput,
+    LaunchFailed,
+    Outcome,
+    OutOfMemory,
+    TilewrightError,
+)
+from tilewright.generator.host_build import is_host_artifact
 from tilewright.generator.variant import Kernel
 from tilewright.runtime.canonical import canonical
 from tilewright.runtime.launch import LoadedKernel
 from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.tuner.agreement import Agreement, compare_with_gpu
 from tilewright.tuner.baselines import time_baselines
+from tilewright.tuner.case_book import CaseBook
+from tilewright.tuner.cases import HOST_SHAPES
 from tilewright.tuner.expected import Expected, expect, sample_rows
+from tilewright.tuner.host_kernel import HostKernel, HostReport, check_cases
 from tilewright.tuner.measured import Measured
 from tilewright.tuner.timing import Stopwatch, interleaved, time_kernel
-from tilewright.tuner.verify import CaseBook, VerifyReport, verify, verify_call
+from tilewright.tuner.verify import VerifyReport, verify, verify_call
 from tilewright.tuner.worker import TAKEN
 
 if TYPE_CHECKING:
@@ -45,6 +57,8 @@ class Session:
             torch.cuda.set_device(self.device)
         self.stopwatch = Stopwatch(self.device)
         self.book = CaseBook(self.device)
+        self.host_book: CaseBook | None = None
+        self.gpu_book: CaseBook | None = None
         self._loaded: dict[Path, LoadedKernel] = {}
         self._passed: dict[Path, VerifyReport] = {}
         self._row: WorkloadRow | None = None
@@ -92,6 +106,18 @@ class Session:
     def verify(self, kernel: Kernel, artifact: Path) -> VerifyReport:
         """Every adversarial case of the kernel; needs no row."""
         return verify(self._load(kernel, artifact), self.device, book=self.book)
+
+    def check(self, kernel: Kernel, artifact: Path, seed: int) -> HostReport:
+        """Every case for the host of a kernel built by `host_build`; needs no row, and no GPU whatever the device."""
+        self.host_book = self.host_book or CaseBook(torch.device("cpu"), HOST_SHAPES)
+        return check_cases(HostKernel(artifact, kernel, module_name(kernel, artifact), seed), self.host_book)
+
+    def agree(self, kernel: Kernel, host: Path, gpu: Path) -> Agreement:
+        """The same cases on the CPU and on this session's GPU, compared; needs no row."""
+        self.host_book = self.host_book or CaseBook(torch.device("cpu"), HOST_SHAPES)
+        self.gpu_book = self.gpu_book or CaseBook(self.device, HOST_SHAPES)
+        on_host = HostKernel(host, kernel, module_name(kernel, host))
+        return compare_with_gpu(on_host, self._load(kernel, gpu), self.host_book, self.gpu_book)
 
     def compare(self, targets: Sequence[Target], rounds: int) -> list[list[float]]:
         """Times in microseconds of each kernel, taken in turn."""
@@ -157,6 +183,11 @@ class Session:
         return lambda: loaded.run(query, key, value, plan, scale, out=out, lse=lse)
 
     def _load(self, kernel: Kernel, artifact: Path) -> LoadedKernel:
+        if is_host_artifact(artifact):
+            raise InvalidInput(
+                f"{artifact} was built for the host check: its times and results are no GPU's; build the kernel with"
+                " generator.build to verify or measure it, or ask for `check`"
+            )
         if artifact not in self._loaded:
             self._loaded[artifact] = LoadedKernel(artifact, kernel, module_name(kernel, artifact))
         return self._loaded[artifact]

@@ -136,8 +136,9 @@ void* Stacks::top(int thread) {
             std::abort();
         }
         base_ = static_cast<char*>(memory);
-        for (int i = 0; i < MAX_THREADS; ++i) mprotect(base_ + i * STACK_BYTES, GUARD, PROT_NONE);
     }
+    // Only below stacks in use: each is two more mappings of a process that may hold many kernels, and Linux counts them.
+    for (; guarded_ <= thread; ++guarded_) mprotect(base_ + guarded_ * STACK_BYTES, GUARD, PROT_NONE);
     // Stacks start at different distances from a page, or the busiest lines of all would share a few sets of the cache.
     return base_ + (thread + 1) * STACK_BYTES - size_t(thread % 64) * 320;
 }

@@ -28,6 +28,7 @@ class Stacks {
   private:
     char* base_ = nullptr;
     size_t bytes_ = 0;
+    int guarded_ = 0;  // how many stacks have their page
 };
 
 }  // namespace tilewright_host

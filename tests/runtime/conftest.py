@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, databases on it and on SQLite, values to store; CUDA compiled for a CPU."""
+"""A PostgreSQL server of the tests' own, databases on it and on SQLite, values to store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import pwd
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,22 +30,6 @@ def _server_user() -> dict[str, Any]:
     names = {entry.pw_name: entry for entry in pwd.getpwall()}
     entry = names.get("postgres") or names["nobody"]
     return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
-
-
-@pytest.fixture(scope="session")
-def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command that compiles CUDA sources for this CPU into a library; sources and output are to be added.
-
-    The headers are half of each compilation, so they are compiled once.
-    """
-    headers = Path(__file__).parent / "emulated_cuda"
-    first = tmp_path_factory.mktemp("emulated_cuda") / "first.h"
-    standard = ("atomic", "functional", "limits")
-    included = [*standard, *sorted(header.name for header in headers.glob("*.h"))]
-    first.write_text("".join(f"#include <{name}>\n" for name in included))
-    command = ["g++", "-O1", "-std=c++17", "-w", "-fPIC", f"-I{headers}"]
-    subprocess.run([*command, "-x", "c++-header", str(first), "-o", f"{first}.gch"], check=True)
-    return [*command, "-include", str(first), f"-I{sysconfig.get_path('include')}", "-shared"]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,394 @@
+"""CUDA kernels executed on the CPU: right ones pass, wrong ones are told by line, and no GPU is mistaken for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright.generator.errors import IllegalAccess, InvalidInput, LaunchFailed, Outcome, TimedOut
+from tilewright.generator.family import family_named
+from tilewright.generator.host_build import MODULE_NAME, build_host, sanitizer_libraries
+from tilewright.generator.problem import MaskClass, Problem
+from tilewright.generator.render import Rendered, render
+from tilewright.generator.space import problem_reason
+from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
+from tilewright.runtime import masks
+from tilewright.runtime.canonical import canonical
+from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.tuner import host_check, host_kernel
+from tilewright.tuner.cases import HOST_SHAPES, SHAPES
+from tilewright.tuner.host_check import (
+    CheckResult,
+    case_times,
+    check_kernels,
+    coverage,
+    kernels_to_check,
+    worker_environment,
+)
+from tilewright.tuner.host_kernel import HostKernel, HostReport, check_cases, located
+from tilewright.tuner.layouts import place
+from tilewright.tuner.verify import CaseBook
+from tilewright.tuner.worker import Worker, last_words
+from tilewright.tuner.worker_process import Session
+
+CPU = torch.device("cpu")
+SHAPE = {"batch": 1, "num_heads": 2, "seqlen_q": 33, "seqlen_kv": 70}
+
+
+def rendered(
+    family: str, dtype: str = "float32", arch: str = "sm_80", terms: tuple[str, ...] = ("bound",), **axes: Any
+) -> Rendered:
+    """The family's first legal default with these axes, for head_dim 16."""
+    problem = Problem(dtype, 16, 1, 1, 1, 64, 64, arch, MaskClass(terms, " & ".join(terms) or "dense"))
+    chosen = family_named(family)
+    for values in chosen.defaults:
+        for form in chosen.mask_forms:
+            spec = VariantSpec.from_values(family, {"mask_form": form, **values, **axes})
+            if problem_reason(problem, spec) is None:
+                return render(kernel_of(problem, spec))
+    raise LookupError(f"no default of {family} with {axes} is legal")
+
+
+def without(one: Rendered, text: str, instead: str = "") -> Rendered:
+    """The kernel with this text, which it has once, replaced."""
+    source = one.sources["kernel.cu"]
+    assert source.count(text) == 1, source.count(text)
+    return dataclasses.replace(one, sources={**one.sources, "kernel.cu": source.replace(text, instead)})
+
+
+def line_of(one: Rendered, text: str) -> int:
+    (number,) = (n for n, line in enumerate(one.sources["kernel.cu"].splitlines(), 1) if text in line)
+    return number
+
+
+def host_kernel_of(one: Rendered, seed: int = 0) -> HostKernel:
+    return HostKernel(build_host(one), one.kernel, MODULE_NAME, seed)
+
+
+@pytest.fixture(scope="module")
+def book() -> CaseBook:
+    return CaseBook(CPU, HOST_SHAPES)
+
+
+@pytest.fixture(scope="module")
+def simt() -> Rendered:
+    return rendered("forward_simt")
+
+
+@pytest.fixture(scope="module")
+def good(simt: Rendered) -> Path:
+    """The library of a right kernel."""
+    return build_host(simt)
+
+
+def plan_for(kernel: Kernel, mask: masks.Mask | None, **shape: int) -> MaskPlan:
+    spec, form = kernel.spec, canonical(mask, shape["seqlen_q"], shape["seqlen_kv"])
+    return build_plan(form, spec.mask_form, spec.block_m, spec.block_n, device=CPU, **shape)
+
+
+# Right kernels.
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "arch", "terms"),
+    [
+        ("forward_simt", "float32", "sm_75", ("bound", "document")),
+        ("forward_simt", "bfloat16", "sm_90a", ("bound", "window", "tokens")),
+        ("forward_wmma", "float16", "sm_75", ("window", "stride")),
+        ("forward_wmma", "bfloat16", "sm_80", ("bound", "and_blocks")),
+        ("ladder", "float16", "sm_80", ("and_bits",)),
+    ],
+)
+def test_a_right_kernel_passes(family: str, dtype: str, arch: str, terms: tuple[str, ...], book: CaseBook) -> None:
+    loaded = host_kernel_of(rendered(family, dtype, arch, terms))
+    found = check_cases(loaded, book)
+    assert found.report.ok, found.report.message
+    assert found.report.cases == len(HOST_SHAPES)
+    assert found.report.skipped == ()
+    assert 0 < found.report.worst_ratio < 1
+    assert [name for name, _ in found.case_ms] == [shape.name for shape in HOST_SHAPES]
+    assert sum(ms for _, ms in found.case_ms) == pytest.approx(sum(loaded.launch_ms))
+
+
+def test_the_cases_have_the_ideas_of_a_gpus_and_rows_at_odd_elements() -> None:
+    def ideas(shapes: Any) -> list[tuple[str, str, str]]:
+        return [(shape.style, shape.numbers, shape.layout) for shape in shapes if shape.layout != "unaligned"]
+
+    assert ideas(HOST_SHAPES) == ideas(SHAPES)
+    assert any(shape.layout == "unaligned" for shape in HOST_SHAPES)
+    placed = place((1, 2, 21, 16), "unaligned", torch.float32, CPU)
+    starts = {placed.view[0, 0, row].data_ptr() % 16 for row in range(21)}
+    assert starts == {0, 4, 8, 12}
+    assert int(placed.outside()) == 0
+
+
+def test_a_report_tells_the_seed_and_every_call_takes_the_next(simt: Rendered, good: Path) -> None:
+    loaded = HostKernel(good, simt.kernel, MODULE_NAME, seed=7)
+    query, key = torch.randn(1, 2, 33, 16), torch.randn(1, 2, 70, 16)
+    plan = plan_for(simt.kernel, masks.causal(), **SHAPE)
+    first, second = (loaded.run(query, key, key, plan, 0.25)[0].clone() for _ in range(2))
+    assert torch.equal(first, second)
+    assert len(loaded.launch_ms) == 2
+    broken = without(simt, "__syncwarp();  // a row's probabilities are read by all of its lanes")
+    with pytest.raises(IllegalAccess, match=r"^case 'one token', seed 11: |^case '[^']+', seed 11: "):
+        check_cases(host_kernel_of(broken, seed=11), CaseBook(CPU, HOST_SHAPES[2:5]))
+
+
+# Wrong kernels.
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "message", "at"),
+    [
+        (
+            "__syncwarp();  // a row's probabilities are read by all of its lanes",
+            "",
+            r"a race for byte \d+ of shared memory",
+            "",
+        ),
+        (
+            "cp_async_wait<LOOKAHEAD - 1>();",
+            "cp_async_wait<LOOKAHEAD>();",
+            "has not been waited for",
+            "cp_async_16(smem_k",
+        ),
+        ("const bool real = chunk.key < args.seqlen_kv;", "const bool real = true;", "of key", "cp_async_16(smem_k"),
+        ("if (row >= at.row_stop) continue;", "", r"out of bounds: this thread writes .*kernel\.cu:\d+ in ", ""),
+        (
+            "if (!aligned) return copy_tile<false>",
+            "if (false) return copy_tile<false>",
+            "rows at odd elements.*must be multiples of its size",
+            "cp_async_16(smem_k",
+        ),
+        ("if (lane.row_lane == 0) {", "if (lane.row_lane == 0) __syncwarp(); {", "warp", ""),
+    ],
+    ids=["no warp barrier", "waits too little", "reads past the end", "writes past it", "misaligned", "diverges"],
+)
+def test_a_fault_is_told_by_line(
+    text: str, instead: str, message: str, at: str, simt: Rendered, book: CaseBook
+) -> None:
+    broken = without(simt, text, instead)
+    with pytest.raises(IllegalAccess, match=message) as failed:
+        check_cases(host_kernel_of(broken), book)
+    said = str(failed.value)
+    assert re.search(r"kernel\.cu:\d+", said), said
+    assert "[pc " not in said
+    assert "thread " in said
+    if at:
+        assert f"kernel.cu:{line_of(broken, at)}" in said
+
+
+def test_a_wrong_result_names_its_case(simt: Rendered, book: CaseBook) -> None:
+    loaded = host_kernel_of(without(simt, "1.4426950408889634);  // log2(e)", "1.4433);  // log2(e)"))
+    found = check_cases(loaded, book)
+    assert not found.report.ok
+    assert re.match(r"case '[^']+': lse is off by", found.report.message)
+    assert found.report.case == found.case_ms[-1][0]
+
+
+def test_a_full_row_that_does_not_fit_is_refused_at_launch(book: CaseBook) -> None:
+    row = rendered("ladder", arch="sm_75", rung="tiled_full_row", block_m=16, block_n=32)
+    loaded = host_kernel_of(row)
+    for seqlen_kv, fits in ((900, True), (1100, False)):  # 16 rows of 1100 scores are 70400 bytes, allowed are 65536
+        query, key = torch.randn(1, 1, 5, 16), torch.randn(1, 1, seqlen_kv, 16)
+        plan = plan_for(row.kernel, masks.causal(), batch=1, num_heads=1, seqlen_q=5, seqlen_kv=seqlen_kv)
+        if fits:
+            loaded.run(query, key, key, plan, 0.25)
+        else:
+            with pytest.raises(LaunchFailed, match="ladder/scan 16x32 rung=tiled_full_row"):
+                loaded.run(query, key, key, plan, 0.25)
+    found = check_cases(host_kernel_of(row), book)
+    assert found.report.ok
+    assert found.report.skipped == ("5 queries, 1025 keys",)
+    assert "skipped 5 queries, 1025 keys" in found.report.message
+
+
+def test_a_main_familys_kernel_may_not_refuse(simt: Rendered, book: CaseBook) -> None:
+    refuses = without(simt, "blocks, THREADS, SMEM_BYTES, stream", "blocks, THREADS, 300000, stream")
+    with pytest.raises(LaunchFailed, match=r"case 'one token', seed 0: forward_simt.*invalid argument"):
+        check_cases(host_kernel_of(refuses), book)
+
+
+# What is no GPU.
+
+
+def test_a_gpus_tensors_are_refused(simt: Rendered, good: Path) -> None:
+    loaded = HostKernel(good, simt.kernel, MODULE_NAME)
+    tensor = torch.empty(1, 2, 33, 16, device="meta")
+    shape = {**SHAPE, "seqlen_kv": 33}
+    with pytest.raises(InvalidInput, match="query is on meta: a kernel built for the host check runs on the CPU alone"):
+        loaded.run(tensor, tensor, tensor, plan_for(simt.kernel, masks.causal(), **shape), 0.25)
+
+
+def test_another_kernels_library_is_no_host_library(tmp_path: Path) -> None:
+    empty = tmp_path / "kernel.so"
+    empty.write_bytes(b"no library")
+    with pytest.raises(LaunchFailed, match="does not load"):
+        HostKernel(empty, rendered("ladder").kernel, MODULE_NAME)
+
+
+@pytest.mark.parametrize("request_name", ["measure", "verify", "compare", "verify_at_shape"])
+def test_nothing_built_for_the_host_is_timed_or_taken_for_verified(
+    request_name: str, simt: Rendered, good: Path
+) -> None:
+    session = Session("cpu")
+    session._sample = session._full = object()  # type: ignore[assignment] - never looked at
+    one = (simt.kernel, good)
+    arguments: dict[str, tuple[Any, ...]] = {"measure": (*one, None), "compare": ([one], 3)}
+    with pytest.raises(InvalidInput, match="was built for the host check: its times and results are no GPU's"):
+        getattr(session, request_name)(*arguments.get(request_name, one))
+
+
+# The worker.
+
+
+def test_a_worker_checks_and_goes_on_after_a_fault(simt: Rendered, good: Path) -> None:
+    broken = without(simt, "const bool real = chunk.key < args.seqlen_kv;", "const bool real = true;")
+    with Worker("cpu", environment=worker_environment(sanitize=False)) as worker:
+        with pytest.raises(IllegalAccess, match=r"of key, .*kernel\.cu:\d+"):
+            worker.check(broken.kernel, build_host(broken))
+        pid = worker.pid
+        found = worker.check(simt.kernel, good, seed=3)
+        assert isinstance(found, HostReport)
+        assert found.report.ok
+        assert worker.pid == pid
+        start = "    int stage = 0, load_stage = LOOKAHEAD;"
+        hangs = without(simt, start, f"    while (args.seqlen_q > 0) {{}}\n{start}")
+        with pytest.raises(TimedOut, match="no answer within 2 s"):
+            worker.check(hangs.kernel, build_host(hangs), timeout_s=2.0)
+        assert worker.check(simt.kernel, good).report.ok
+
+
+@pytest.fixture(scope="module")
+def sanitizer() -> None:
+    try:
+        sanitizer_libraries()
+    except InvalidInput as error:
+        pytest.skip(str(error))
+
+
+def test_address_sanitizer_is_heard(sanitizer: None, simt: Rendered) -> None:
+    broken = without(simt, "if (lane.row_lane == 0) {", "if (lane.row_lane == 0) { lse[1 << 20] = 0.0f;")
+    right, wrong = build_host(simt, sanitize=True), build_host(broken, sanitize=True)
+    with Worker("cpu", environment=worker_environment(sanitize=True)) as worker:
+        assert worker.check(simt.kernel, right).report.ok
+        with pytest.raises(IllegalAccess, match=r"AddressSanitizer: \S+.*kernel\.cu:\d+"):
+            worker.check(broken.kernel, wrong)
+        overflow = without(
+            simt, "if (lane.row_lane == 0) {", "if (lane.row_lane == 0) { lse[row] = float(2147483647 + args.batch);"
+        )
+        with pytest.raises(IllegalAccess, match=r"kernel\.cu:\d+:\d+: runtime error: signed integer overflow"):
+            worker.check(overflow.kernel, build_host(overflow, sanitize=True))
+
+
+def test_a_sanitized_library_is_not_loaded_without_its_sanitizer(sanitizer: None, simt: Rendered) -> None:
+    with pytest.raises(InvalidInput, match="is watched by AddressSanitizer, which must be in the process"):
+        HostKernel(build_host(simt, sanitize=True), simt.kernel, MODULE_NAME)
+
+
+def test_the_last_words_of_a_sanitizer_are_its_summary_and_the_line() -> None:
+    report = """
+==7==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x60 at pc 0x7f bp 0x7f sp 0x7f
+WRITE of size 4 at 0x60 thread T0
+    #0 0x7f01 in tilewright_host::put(void*) /x/templates/_host/memory.cpp:30
+    #1 0x7f02 in write_rows /x/host/54ad/kernel.cu:212
+    #2 0x7f03 in attention_forward kernel.cu:300
+SUMMARY: AddressSanitizer: heap-buffer-overflow /x/templates/_host/memory.cpp:30 in tilewright_host::put(void*)
+==7==ABORTING"""
+    said = last_words(report)
+    assert said.startswith("AddressSanitizer: heap-buffer-overflow")
+    assert said.endswith("; kernel.cu:212 in write_rows")
+    assert last_words("first\nsecond\n") == "second"
+    assert last_words("") == ""
+
+
+# Reports.
+
+
+def test_without_addr2line_the_offset_stays(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert located("read at [pc 0x0], thread 3", good) == "read at [pc 0x0], thread 3"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert located("read at [pc 0x1f3c]", good) == "read at [pc 0x1f3c]"
+
+
+@pytest.mark.parametrize(
+    ("function", "short"),
+    [
+        ("write_rows", "write_rows"),
+        ("(anonymous namespace)::load_tile(Arguments const&, bool, float const*)", "load_tile"),
+        (
+            "void (anonymous namespace)::for_each_tile<a::{lambda()#1}>(int)::{lambda(int)#2}::operator()() const",
+            "a lambda",
+        ),
+        ("void (anonymous namespace)::load_vector<4, Array<float, 2> >(float const*)", "load_vector"),
+        ("std::pair<int, int> tiles::next(Tile&)", "next"),
+    ],
+)
+def test_a_functions_name_is_kept_short(function: str, short: str) -> None:
+    assert host_kernel._short(function) == short
+
+
+# Many kernels.
+
+
+def test_kernels_are_checked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [rendered("ladder", dtype).kernel for dtype in ("float32", "float16", "bfloat16")]
+
+    def spoilt(kernel: Kernel) -> Rendered:
+        one = render(kernel)
+        return one if kernel.dtype != "float16" else without(one, "__global__ void", "__global__ broken")
+
+    monkeypatch.setattr(host_check, "render", spoilt)
+    results = {result.kernel: result for result in check_kernels(kernels, jobs=2)}
+    assert set(results) == set(kernels)
+    for kernel, result in results.items():
+        if kernel.dtype == "float16":
+            assert result.outcome is Outcome.COMPILE
+            assert "kernel.cu:" in result.message
+            assert result.case_ms == ()
+        else:
+            assert result.ok, result.message
+            assert len(result.case_ms) == len(HOST_SHAPES)
+    median, worst = case_times(results.values())
+    assert 0 < median <= worst
+
+
+def children() -> set[int]:
+    """The workers of this process; each is listed under the thread that started it."""
+    listed = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+    return {int(pid) for pid in listed if "worker_process" in Path(f"/proc/{pid}/cmdline").read_text()}
+
+
+def test_leaving_early_leaves_no_process() -> None:
+    before = children()
+    kernels = [rendered("ladder", dtype).kernel for dtype in ("float32", "float16", "bfloat16")]
+    results = check_kernels(kernels, jobs=2)
+    assert next(results).ok
+    assert children() - before
+    results.close()  # type: ignore[attr-defined]
+    assert not children() - before
+
+
+def test_past_the_time_limit_no_kernel_is_started() -> None:
+    assert list(check_kernels([rendered("ladder").kernel], time_limit_s=0.0)) == []
+
+
+def test_no_jobs_are_an_error() -> None:
+    with pytest.raises(InvalidInput, match="jobs must be 1 or more, got 0"):
+        next(check_kernels([], jobs=0))
+
+
+def test_coverage_counts_what_was_checked() -> None:
+    sample = kernels_to_check(["sm_80"], [family_named("ladder")])
+    results = [CheckResult(kernel, Outcome.OK, "", 0.0) for kernel in sample.kernels]
+    whole = coverage(results, sample)
+    assert (whole.covered, whole.missing) == (whole.legal, ())
+    part = coverage(results[:3], sample)
+    assert 0 < part.covered < part.legal
+    assert len(part.missing) == part.legal - part.covered
