@@ -44,7 +44,7 @@ void warp_collective(unsigned mask, const char* kind, int line, void* operands, 
 using KernelCall = void (*)(const void* closure);
 int run_grid(unsigned blocks, unsigned threads, size_t smem_bytes, KernelCall call, const void* closure);
 
-// memory.cpp: the block's shared memory, at a multiple of `alignment` and of nothing larger.
+// shared.cpp: the block's shared memory, at a multiple of `alignment` and of nothing larger.
 unsigned char* shared_memory(size_t alignment);
 bool is_shared(const void* address);
 

@@ -45,10 +45,11 @@ inline int current_warp() { return block.current / WARP_SIZE; }
 // than the block's last barrier or, within one warp, the warp's last one.
 extern uint32_t now, block_synced, warp_synced[MAX_WARPS];
 
-// memory.cpp
+// shared.cpp
 void begin_grid(size_t smem_bytes);
 void begin_block();
 void end_block();
+// memory.cpp: what the hooks call.
 void watch_access(const void* address, size_t bytes, bool write, const void* pc);
 extern const char* library_start;  // what an address in a report is counted from
 

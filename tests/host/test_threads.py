@@ -137,6 +137,11 @@ FAULTS = [
     ("no_barrier_after_wait", "(race for|reads) byte .* of shared memory", "args.to[thread] = tile[thread]"),
     ("misaligned", "must be a multiple of 16 bytes", "const float4 four"),
     ("past_local_array", "an index past the end of a local array", "values[args.size - 252]"),
+    (
+        "written_twice",
+        r"race for byte \d+ of target: this thread writes what thread \d+ of block 0 wrote",
+        "threadIdx.x / 2",
+    ),
     ("int_overflow", "a product of signed integers overflows", "args.size * 16777217"),
 ]
 """Kernel, what the report says, and text of the lines one of which it names."""
@@ -171,6 +176,24 @@ def test_a_strided_tensor_is_its_elements_alone(library: ctypes.CDLL) -> None:
     code, report = launch(library, "block_sum", whole[::2], target)
     assert code == LAUNCH_FAILURE
     assert "of source, where no element of it lies" in report
+
+
+def test_memory_of_the_launch_is_watched_too(library: ctypes.CDLL) -> None:
+    source, target = tensors(THREADS)
+
+    def run(skipped: int) -> tuple[int, str]:
+        library.tilewright_host_forget()
+        watch(library, "source", source, writable=False)
+        watch(library, "target", target, writable=True)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (source, target)]
+        code = library.probe_memory(*pointers, skipped)
+        return code, library.error_name(code).decode()
+
+    assert run(-1) == (0, "no error")
+    assert torch.equal(source, target)
+    code, report = run(77)
+    assert code == LAUNCH_FAILURE
+    assert "reads byte 308 of memory that the launch allocated, which nobody wrote" in report
 
 
 def test_shared_memory_must_be_asked_for(library: ctypes.CDLL) -> None:

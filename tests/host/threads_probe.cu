@@ -181,6 +181,15 @@ __global__ void past_local_array(const Arguments args) {
 
 __global__ void int_overflow(const Arguments args) { args.to[threadIdx.x] = args.from[args.size * 16777217 & 127]; }
 
+__global__ void written_twice(const Arguments args) { args.to[threadIdx.x / 2] = 1.0f; }
+
+// Of memory that the launch allocated: all of it written, or all but one element.
+__global__ void through_memory(const Arguments args, float* memory, int skipped) {
+    const int thread = int(threadIdx.x);
+    if (thread != skipped) memory[thread] = args.from[thread];
+    args.to[thread] = memory[thread];
+}
+
 struct Kernel {
     void (*call)(Arguments);
     unsigned threads;
@@ -209,6 +218,7 @@ const Kernel KERNELS[] = {
     {misaligned, THREADS, 0},
     {past_local_array, THREADS, 0},
     {int_overflow, THREADS, 0},
+    {written_twice, THREADS, 0},
 };
 
 }  // namespace
@@ -219,6 +229,16 @@ EXPORTED int probe(int kernel, unsigned blocks, unsigned threads, long smem_byte
     const Kernel& one = KERNELS[kernel];
     const size_t bytes = smem_bytes < 0 ? one.smem_bytes : size_t(smem_bytes);
     return launch_grid(one.call, blocks, threads == 0 ? one.threads : threads, bytes, nullptr, Arguments{from, to, size});
+}
+
+// The same of a kernel that is launched twice, with memory of the launch's own.
+EXPORTED int probe_memory(const float* from, float* to, int skipped) {
+    float* memory = nullptr;
+    cudaError_t error = cudaMallocAsync(reinterpret_cast<void**>(&memory), THREADS * sizeof(float), nullptr);
+    const Arguments args = {from, to, THREADS};
+    for (int i = 0; i < 2 && error == cudaSuccess; ++i) error = launch_grid(through_memory, 1, THREADS, 0, nullptr, args, memory, skipped);
+    const cudaError_t freed = cudaFreeAsync(memory, nullptr);
+    return error != cudaSuccess ? error : freed;
 }
 
 EXPORTED const char* error_name(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
