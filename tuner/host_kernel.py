@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +22,10 @@ from tilewright.generator.variant import Kernel
 from tilewright.runtime.launch import LoadedKernel
 from tilewright.runtime.plans import MaskPlan
 from tilewright.tuner.case_book import CaseBook
+from tilewright.tuner.report_lines import located
 from tilewright.tuner.verify import VerifyReport, verify
 
-SOURCE = "kernel.cu"
-
 _POINTERS = tuple(number for number, argument in enumerate(MASK_ARGUMENTS) if argument.ctype == "pointer")
-_ADDRESS = re.compile(r"\[pc (0x[0-9a-f]+)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,47 +157,6 @@ def _joined(reports: Sequence[VerifyReport], skipped: tuple[str, ...]) -> Verify
         count,
         skipped,
     )
-
-
-def located(report: str, library: Path) -> str:
-    """The report with each `[pc 0x...]`, an offset in the library, as the line of kernel.cu and its function.
-
-    Where addr2line is missing or knows nothing, the offset stays.
-    """
-    addresses = list(dict.fromkeys(_ADDRESS.findall(report)))
-    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
-    if not addresses or tool is None:
-        return report
-    places = {address: place for address in addresses if (place := _place(tool, library, address))}
-    return _ADDRESS.sub(lambda found: places.get(found[1], found[0]), report)
-
-
-def _place(tool: str, library: Path, address: str) -> str:
-    """`kernel.cu:212 in copy_rows, from kernel.cu:300 in forward`: the frames inlined there, as far as they lie in
-    kernel.cu; empty when none does.
-    """
-    command = [tool, "-C", "-f", "-i", "-e", str(library), address]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    lines = run.stdout.splitlines()
-    frames = []
-    for function, place in zip(lines[::2], lines[1::2], strict=False):
-        line = re.search(rf"(?:^|/){re.escape(SOURCE)}:(\d+)", place)
-        if line:
-            frames.append(f"{SOURCE}:{line[1]} in {_short(function)}")
-    return ", from ".join(frames)
-
-
-def _short(function: str) -> str:
-    """A demangled function's own name: no return type, namespaces, template arguments or parameters."""
-    if "{lambda" in function:
-        return "a lambda"
-    plain = function.replace("(anonymous namespace)::", "")
-    while (simpler := re.sub(r"<[^<>]*>", "", plain)) != plain:
-        plain = simpler
-    return plain.partition("(")[0].split("::")[-1].split(" ")[-1] or function
 
 
 def _plan_tensors(plan: MaskPlan) -> Iterator[tuple[str, Tensor]]:

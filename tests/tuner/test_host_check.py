@@ -21,7 +21,7 @@ from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
 from tilewright.runtime import masks
 from tilewright.runtime.canonical import canonical
 from tilewright.runtime.plans import MaskPlan, build_plan
-from tilewright.tuner import host_check, host_kernel
+from tilewright.tuner import host_check
 from tilewright.tuner.cases import HOST_SHAPES, SHAPES
 from tilewright.tuner.host_check import (
     CheckResult,
@@ -31,8 +31,9 @@ from tilewright.tuner.host_check import (
     kernels_to_check,
     worker_environment,
 )
-from tilewright.tuner.host_kernel import HostKernel, HostReport, check_cases, located
+from tilewright.tuner.host_kernel import HostKernel, HostReport, check_cases
 from tilewright.tuner.layouts import place
+from tilewright.tuner.report_lines import located
 from tilewright.tuner.verify import CaseBook
 from tilewright.tuner.worker import Worker, last_words
 from tilewright.tuner.worker_process import Session
@@ -159,7 +160,12 @@ def test_a_report_tells_the_seed_and_every_call_takes_the_next(simt: Rendered, g
             "cp_async_16(smem_k",
         ),
         ("const bool real = chunk.key < args.seqlen_kv;", "const bool real = true;", "of key", "cp_async_16(smem_k"),
-        ("if (row >= at.row_stop) continue;", "", r"out of bounds: this thread writes .*kernel\.cu:\d+ in ", ""),
+        (
+            "if (row >= at.row_stop) continue;",
+            "",
+            r"out of bounds: .*, from kernel\.cu:\d+ in write_rows",
+            "",
+        ),
         (
             "if (!aligned) return copy_tile<false>",
             "if (false) return copy_tile<false>",
@@ -181,7 +187,7 @@ def test_a_fault_is_told_by_line(
     assert "[pc " not in said
     assert "thread " in said
     if at:
-        assert f"kernel.cu:{line_of(broken, at)}" in said
+        assert f"kernel.cu:{line_of(broken, at)} in load_tile" in said
 
 
 def test_a_wrong_result_names_its_case(simt: Rendered, book: CaseBook) -> None:
@@ -251,7 +257,7 @@ def test_nothing_built_for_the_host_is_timed_or_taken_for_verified(
 def test_a_worker_checks_and_goes_on_after_a_fault(simt: Rendered, good: Path) -> None:
     broken = without(simt, "const bool real = chunk.key < args.seqlen_kv;", "const bool real = true;")
     with Worker("cpu", environment=worker_environment(sanitize=False)) as worker:
-        with pytest.raises(IllegalAccess, match=r"of key, .*kernel\.cu:\d+"):
+        with pytest.raises(IllegalAccess, match=r"of key, .*kernel\.cu:\d+ in load_tile"):
             worker.check(broken.kernel, build_host(broken))
         pid = worker.pid
         found = worker.check(simt.kernel, good, seed=3)
@@ -317,21 +323,18 @@ def test_without_addr2line_the_offset_stays(good: Path, monkeypatch: pytest.Monk
     assert located("read at [pc 0x1f3c]", good) == "read at [pc 0x1f3c]"
 
 
-@pytest.mark.parametrize(
-    ("function", "short"),
-    [
-        ("write_rows", "write_rows"),
-        ("(anonymous namespace)::load_tile(Arguments const&, bool, float const*)", "load_tile"),
-        (
-            "void (anonymous namespace)::for_each_tile<a::{lambda()#1}>(int)::{lambda(int)#2}::operator()() const",
-            "a lambda",
-        ),
-        ("void (anonymous namespace)::load_vector<4, Array<float, 2> >(float const*)", "load_vector"),
-        ("std::pair<int, int> tiles::next(Tile&)", "next"),
-    ],
-)
-def test_a_functions_name_is_kept_short(function: str, short: str) -> None:
-    assert host_kernel._short(function) == short
+def test_a_line_is_told_with_its_function(simt: Rendered, good: Path, tmp_path: Path) -> None:
+    def said(text: str) -> str:
+        return located(f"wait at kernel.cu:{line_of(simt, text)}, block 0", good).split(" ", 2)[2]
+
+    assert said("cp_async_16(smem_k").endswith("in load_tile, block 0")
+    assert said("lse[row] = empty").endswith("in write_rows, block 0")
+    assert said("online_softmax(lane, shared.smem_p").endswith("in attention_forward, block 0")
+    assert said("return launch_grid(").endswith("in launch_blocks, block 0")
+    # One of a struct's own functions is told by the struct; a line outside all of them stays as it is.
+    assert said("bool next(Tile& tile) {").endswith("in TileIterator, block 0")
+    assert said("constexpr int HEAD_DIM").endswith(f":{line_of(simt, 'constexpr int HEAD_DIM')}, block 0")
+    assert located("kernel.cu:3", tmp_path / "kernel.so") == "kernel.cu:3"
 
 
 # Many kernels.
