@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tilewright.generator.arch import arch_named
 from tilewright.generator.build import build
-from tilewright.generator.build_pool import available_cores
+from tilewright.generator.build_pool import BuildPool, available_cores
 from tilewright.generator.errors import InvalidInput, Outcome, VariantFailed
 from tilewright.generator.family import Family, all_families
 from tilewright.generator.host_build import build_host, sanitizer_libraries
@@ -122,6 +122,12 @@ def check_kernels(
     """
     if jobs is not None and jobs < 1:
         raise InvalidInput(f"jobs must be 1 or more, got {jobs}; leave it out for one a core")
+    kernels = list(kernels)
+    if gpu:
+        # Before anything runs: within one process builds for a GPU take turns.
+        with BuildPool(jobs) as pool:
+            for _ in pool.as_completed(kernels):
+                pass  # what fails to build fails again, with its reason, where the kernel is checked
     environment = worker_environment(sanitize)
     waiting: queue.SimpleQueue[Kernel] = queue.SimpleQueue()
     for kernel in kernels:

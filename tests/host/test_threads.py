@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewright.tuner.host_kernel import located
+from tilewright.tuner.report_lines import located
 
 SOURCE = Path(__file__).with_name("threads_probe.cu")
 KERNELS = re.findall(r"^    \{(\w+), THREADS", SOURCE.read_text(), re.MULTILINE)

@@ -106,9 +106,7 @@ def _gpu(args: argparse.Namespace) -> TuningTarget:
 
     target = resolve_target("cuda")
     if args.sanitize:
-        raise InvalidInput(
-            "--gpu compares what the runtime executes, which --sanitize replaces; give one of them"
-        )
+        raise InvalidInput("--gpu compares what the runtime executes, which --sanitize replaces; give one of them")
     if args.arch and set(args.arch) != {target.arch}:
         raise InvalidInput(f"--gpu compares kernels for the GPU here, {target.arch}; got --arch {' '.join(args.arch)}")
     return target
