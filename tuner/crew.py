@@ -125,8 +125,9 @@ class Crew:
                 done.put(error)
 
         running = len(self.devices)
-        for device in self.devices:
-            threading.Thread(target=serve, args=(device,), daemon=True).start()
+        threads = [threading.Thread(target=serve, args=(device,), daemon=True) for device in self.devices]
+        for thread in threads:
+            thread.start()
         try:
             while running:
                 item = done.get()
@@ -140,3 +141,8 @@ class Crew:
             # Left early, by an error or Ctrl-C: what is measured now ends with its worker, and nothing follows it.
             while not waiting.empty():
                 waiting.get()
+            while running and any(thread.is_alive() for thread in threads):
+                for worker in list(self._workers.values()):
+                    worker.kill()
+                for thread in threads:
+                    thread.join(0.05)

@@ -49,7 +49,7 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 from tilewright.runtime.store import Store
 from tilewright.runtime.store.models import MeasurementRow, WinnerRow
-from tilewright.tuner import effort
+from tilewright.tuner import decision, effort
 from tilewright.tuner.devices import resolve_target
 from tilewright.tuner.effort import Effort
 from tilewright.tuner.tune import TuneSettings, tune
@@ -57,6 +57,7 @@ from tilewright.tuner.workloads import WorkloadRow
 
 url, row, level, moment = sys.argv[1], *map(json.loads, sys.argv[2:])
 effort.EFFORTS["quick"] = Effort(**level)
+decision.FINALIST_SPAN = float("inf")  # however the clock of a busy machine treats them, there are finalists to compare
 finals = []
 
 def die(*_):
