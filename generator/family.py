@@ -23,7 +23,8 @@ class Family:
     purpose: `main` is tuned and dispatched; `ladder` is only benchmarked.
     dtypes: element types. mask_forms: legal ones, in the order that the default prefers them.
     axes: values of every axis but `mask_form`. derived: named expressions (see `legality.derived_values`).
-    rules: (expression that must hold, reason when it does not). defaults: axis values, the first legal entry wins.
+    rules: (expression that must hold, reason when it does not). defaults: axis values, the first legal entry wins; one
+    with a `mask_form` is for that form alone.
     cost: expression; variants are tried from the smallest. complexity: expression; between equals the smallest wins.
     """
 
@@ -78,8 +79,11 @@ def _read(name: str, text: str) -> Family:
         if axis not in family.axes:
             raise InvalidInput(f"{where}: axes lacks {axis}")
     for default in family.defaults:
-        if set(default) != set(family.axes):
+        if set(default) - {"mask_form"} != set(family.axes):
             raise InvalidInput(f"{where}: every entry of defaults must give {', '.join(family.axes)}; got {default}")
+        if default.get("mask_form", family.mask_forms[0]) not in family.mask_forms:
+            forms = ", ".join(family.mask_forms)
+            raise InvalidInput(f"{where}: a default's mask_form must be among {forms}; got {default}")
     return family
 
 

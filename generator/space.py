@@ -143,13 +143,17 @@ def legal_variants(problem: Problem, families: Iterable[Family] | None = None) -
 
 
 def family_default(problem: Problem, family: Family) -> VariantSpec | None:
-    """The first legal entry of the family's `defaults`, in its preferred mask form; None when none is legal."""
+    """The first legal entry of the family's `defaults`, in the most preferred mask form that has one; else None."""
+    return next((spec for form in family.mask_forms for spec in form_defaults(problem, family, form)), None)
+
+
+def form_defaults(problem: Problem, family: Family, form: str) -> Iterator[VariantSpec]:
+    """The legal entries of the family's `defaults` for one mask form, in their order."""
     for values in family.defaults:
-        for form in family.mask_forms:
-            spec = VariantSpec.from_values(family.name, {"mask_form": form, **values})
+        if values.get("mask_form", form) == form:
+            spec = VariantSpec.from_values(family.name, {**values, "mask_form": form})
             if problem_reason(problem, spec) is None:
-                return spec
-    return None
+                yield spec
 
 
 def default_variant(problem: Problem) -> VariantSpec:

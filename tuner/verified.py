@@ -22,8 +22,8 @@ from tilewright.generator.errors import InvalidInput, VariantFailed
 from tilewright.generator.family import Family, all_families
 from tilewright.generator.problem import MaskClass, Problem
 from tilewright.generator.render import render
-from tilewright.generator.space import family_default, problem_reason
-from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
+from tilewright.generator.space import family_default, form_defaults, problem_reason
+from tilewright.generator.variant import Kernel, kernel_of
 from tilewright.runtime.winners import shipped_winners
 from tilewright.tuner.worker import Worker
 
@@ -113,11 +113,10 @@ def _default_kernels(family: Family, arch: Arch, dtype: str, head_dim: int, term
 
 def _every_form(family: Family, arch: Arch, terms: tuple[str, ...]) -> Iterator[Kernel]:
     problem = _problem(arch, family.dtypes[0], 64, terms)
-    for values in family.defaults if family.purpose == "ladder" else family.defaults[:1]:
-        for form in family.mask_forms:
-            spec = VariantSpec.from_values(family.name, {"mask_form": form, **values})
-            if problem_reason(problem, spec) is None:
-                yield kernel_of(problem, spec)
+    for form in family.mask_forms:
+        legal = list(form_defaults(problem, family, form))
+        for spec in legal if family.purpose == "ladder" else legal[:1]:
+            yield kernel_of(problem, spec)
 
 
 def verify_kernels(kernels: Iterable[Kernel], device: str, *, jobs: int | None = None) -> Iterator[Verdict]:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tilewright.generator.arch import arch_named
+from tilewright.generator.family import family_named
 from tilewright.generator.problem import MaskClass, Problem
 from tilewright.generator.render import render
 from tilewright.generator.sample import covering_sample
-from tilewright.generator.space import default_variant, families_for
+from tilewright.generator.space import families_for, family_default
 from tilewright.generator.variant import Kernel, kernel_of
 from tilewright.tuner.verified import kernels_to_verify
 
@@ -29,12 +30,22 @@ def problem(target: str, dtype: str, head_dim: int, mask: MaskClass) -> Problem:
     return Problem(dtype, head_dim, 1, 8, 8, 4096, 4096, target, mask)
 
 
+BLOCKS = MaskClass(("and_blocks",), "block_mask(128, 128)")
+
+
+def default_kernel(family: str, asked: Problem) -> Kernel:
+    spec = family_default(asked, family_named(family))
+    assert spec is not None
+    return kernel_of(asked, spec)
+
+
 GOLDEN_KERNELS: dict[str, Kernel] = {
-    name: kernel_of(asked, default_variant(asked))
+    name: default_kernel(name, asked)
     for name, asked in {
         "forward_cpu": problem("cpu", "float32", 64, LONGFORMER),
         "forward_simt": problem("sm_90a", "float32", 64, LONGFORMER),
-        "forward_wmma": problem("sm_90a", "bfloat16", 128, MaskClass(("and_blocks",), "block_mask(128, 128)")),
+        "forward_wmma": problem("sm_90a", "bfloat16", 128, BLOCKS),
+        "forward_mma": problem("sm_90a", "bfloat16", 128, BLOCKS),
     }.items()
 }
 

@@ -103,6 +103,8 @@ def plan_for(kernel: Kernel, mask: masks.Mask | None, **shape: int) -> MaskPlan:
         ("forward_simt", "bfloat16", "sm_90a", ("bound", "window", "tokens")),
         ("forward_wmma", "float16", "sm_75", ("window", "stride")),
         ("forward_wmma", "bfloat16", "sm_80", ("bound", "and_blocks")),
+        ("forward_mma", "bfloat16", "sm_80", ("bound",)),
+        ("forward_mma", "float16", "sm_90a", ("window", "or_blocks")),
         ("ladder", "float16", "sm_80", ("and_bits",)),
     ],
 )
