@@ -89,40 +89,19 @@ def build_for_gpu(folder: Path, dtype: str, instructions: str, arch_name: str) -
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The host runtime's object files."""
-    folder, objects = tmp_path_factory.mktemp("runtime"), []
-    for source in sorted(HOST.glob("*.cpp")):
-        objects.append(folder / f"{source.stem}.o")
-        flags = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", *host_cpu_flags())
-        run(cxx_compiler().path, *flags, "-c", source, "-o", objects[-1])
-    return objects
-
-
-@pytest.fixture(scope="module")
-def probe(runtime: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Probe:
+def probe(host_library: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Probe:
     """probe(device, dtype, instructions): the probe's library, compiled once."""
     libraries: dict[tuple[str, ...], ctypes.CDLL] = {}
-
-    def build_for_host(folder: Path, dtype: str, instructions: str) -> Path:
-        defines = (f"-DELEMENT={dtype}", f"-DWITH_{instructions.upper()}")
-        watched = ("-fsanitize=thread", "-fsanitize=signed-integer-overflow,shift,bounds,alignment")
-        flags = ("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", *host_cpu_flags())
-        command = (cxx_compiler().path, "-x", "c++", *flags, *watched, *defines, f"-I{HOST}")
-        run(*command, "-c", PROBE, "-o", folder / "probe.o")
-        library = folder / "probe.so"
-        run(cxx_compiler().path, "-shared", "-Wl,-Bsymbolic", folder / "probe.o", *runtime, "-o", library, "-ldl")
-        return library
 
     def of(device: str, dtype: str, instructions: str) -> ctypes.CDLL:
         key = (device, dtype, instructions)
         if key not in libraries:
-            folder = tmp_path_factory.mktemp("-".join(key))
             if device == "cuda":
                 name = arch_of_capability(*torch.cuda.get_device_capability()).name
-                library = build_for_gpu(folder, dtype, instructions, name)
+                library = build_for_gpu(tmp_path_factory.mktemp("-".join(key)), dtype, instructions, name)
             else:
-                library = build_for_host(folder, dtype, instructions)
+                defines = (f"-DELEMENT={dtype}", f"-DWITH_{instructions.upper()}")
+                library = host_library(PROBE, (*defines, *host_cpu_flags()))
             libraries[key] = ctypes.CDLL(str(library))
             libraries[key].error_text.restype = ctypes.c_char_p
         return libraries[key]
