@@ -16,7 +16,7 @@ from tilewright.runtime.canonical import canonical
 from tilewright.runtime.masks import Mask
 from tilewright.tuner.layouts import Layout
 
-Style = Literal["random", "full", "empty_rows"]
+Style = Literal["random", "full", "empty_rows", "few_blocks"]
 Numbers = Literal["normal", "uniform_weights", "large", "very_negative"]
 
 
@@ -24,8 +24,8 @@ Numbers = Literal["normal", "uniform_weights", "large", "very_negative"]
 class CaseShape:
     """One case before its mask is known. Sizes in tokens and heads.
 
-    style: `random` masks, `full` ones (every pair active, as far as the terms allow it), or ones with rows that have
-    no active key. numbers: standard normal; `uniform_weights` (query 0, so that lse is the log of the number of active
+    style: `random` masks, `full` ones (every pair active, as far as the terms allow it), `empty_rows`, with rows that
+    have no active key, or `few_blocks`, where rows side by side seldom visit the same blocks. numbers: standard normal; `uniform_weights` (query 0, so that lse is the log of the number of active
     keys and one key too many or too few shows); `large` (logits of either sign in the hundreds and beyond);
     `very_negative` (all logits far below 0, so that a row's maximum may not start at 0 nor tails be padded with 0).
     """
@@ -67,6 +67,7 @@ HOST_SHAPES: tuple[CaseShape, ...] = (
     CaseShape("GQA, transposed", 1, 4, 2, 33, 63, layout="transposed"),
     CaseShape("65 queries, 129 keys, amid NaNs", 1, 1, 1, 65, 129, layout="padded"),
     CaseShape("5 queries, 1025 keys", 1, 2, 1, 5, 1025),
+    CaseShape("few blocks of 897 keys", 1, 1, 1, 130, 897, style="few_blocks"),
     CaseShape("1 query, 257 keys", 2, 2, 1, 1, 257, layout="padded"),
     CaseShape("more keys than queries, masks per head", 1, 2, 2, 19, 161),
     CaseShape("more queries than keys", 1, 1, 1, 259, 33, layout="padded"),
@@ -210,6 +211,8 @@ def _blocks(shape: CaseShape, generator: torch.Generator, device: torch.device, 
     sizes = [(q, kv) for q, kv in BLOCK_SIZES if 2 * q <= max(shape.seqlen_q, 2) and 2 * kv <= max(shape.seqlen_kv, 2)]
     sizes = sizes or [(2, 1)]
     block_q, block_kv = sizes[_pick(generator, 0, len(sizes) - 1)]
+    if shape.style == "few_blocks":
+        (block_q, block_kv), density = (64, 128), 0.4  # neighbouring query tiles seldom visit the same KV tiles
     grid = (shape.batch, shape.num_heads, -(-shape.seqlen_q // block_q), -(-shape.seqlen_kv // block_kv))
     active = torch.rand(grid, generator=generator) < density
     if shape.style == "full":

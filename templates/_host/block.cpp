@@ -1,9 +1,11 @@
-// Threads, barriers and warp-wide operations.
+// Threads, the barrier of a whole block, and reports.
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <string>
 
+#include "clocks.h"
 #include "threads.h"
 
 #include "device.cuh"
@@ -15,19 +17,10 @@ uint32_t now = 1, block_synced, warp_synced[MAX_WARPS];
 
 namespace {
 
-// Lanes on their way to one warp-wide operation.
-struct Meeting {
-    unsigned mask = 0, arrived = 0;
-    const char* kind = nullptr;
-    int line = 0;
-    void* operands[WARP_SIZE];
-};
-
 StackPointer launcher;  // where run_grid waits
 KernelCall kernel_call;
 const void* kernel_closure;
 std::vector<int> ready;  // threads that may go on, the next one last
-std::vector<std::vector<Meeting>> meetings;
 struct {
     int arrived, votes, result;
     int first, line;  // the first to arrive, and where
@@ -37,22 +30,6 @@ int exited;
 uint64_t seed = 1;
 bool failed;
 std::string report;
-
-unsigned random_below(unsigned limit) {
-    seed = seed * 6364136223846793005u + 1442695040888963407u;
-    return unsigned(seed >> 33) % limit;
-}
-
-// Every thread of [first, first + count) but the running one may go on, from one drawn at random and in turn.
-void make_ready(int first, int count, unsigned lanes = ~0u) {
-    const int shift = int(random_below(unsigned(count)));
-    for (int i = 0; i < count; ++i) {
-        const int thread = first + (i + shift) % count;
-        if (thread == block.current || (count == WARP_SIZE && (lanes >> (thread - first) & 1u) == 0)) continue;
-        block.all[thread].state = State::Ready;
-        ready.push_back(thread);
-    }
-}
 
 [[noreturn]] void leave(const std::string& why) {
     report = why;
@@ -89,7 +66,8 @@ std::string person(int thread) {
         const Thread& thread = block.all[t];
         const std::string what = thread.state == State::Exited
                                      ? std::string("left the kernel")
-                                     : std::string("wait in ") + thread.kind + " at kernel.cu:" + std::to_string(thread.line);
+                                     : std::string("wait in ") + thread.kind + " at kernel.cu:" + std::to_string(thread.line) +
+                                           awaited_mbarrier(t) + awaited_named_barrier(t);
         size_t g = 0;
         while (g < groups.size() && groups[g].what != what) ++g;
         if (g == groups.size()) groups.push_back({what, 0, t});
@@ -103,31 +81,29 @@ std::string person(int thread) {
     leave(text);
 }
 
-// Lets another thread run; returns when the caller may go on.
-void wait_in(const char* kind, int line) {
-    Thread& self = block.all[block.current];
-    self.state = State::Waiting;
-    self.kind = kind;
-    self.line = line;
+// The thread to run next. Bulk copies land meanwhile, at the latest when nobody can go on without them.
+int next_thread() {
+    if (copies_in_flight != 0) {
+        land_copies(false);
+        while (ready.empty() && land_copies(true)) {
+        }
+    }
     if (ready.empty()) report_stuck();
-    const int mine = block.current;
-    block.current = ready.back();
+    const int next = ready.back();
     ready.pop_back();
-    switch_stack(&self.stack, block.all[block.current].stack);
-    block.current = mine;
+    return next;
 }
 
 void run_thread() {
     kernel_call(kernel_closure);
+    leave_warpgroup();
     block.all[block.current].state = State::Exited;
-    ++exited;
     StackPointer finished;
-    if (!ready.empty()) {
-        block.current = ready.back();
-        ready.pop_back();
+    if (++exited < block.threads) {
+        block.current = next_thread();
         switch_stack(&finished, block.all[block.current].stack);
     }
-    if (exited < block.threads) report_stuck();
+    check_copies_awaited();
     switch_stack(&finished, launcher);
     __builtin_unreachable();
 }
@@ -137,11 +113,12 @@ void run_block(unsigned index) {
     begin_block();
     barrier.arrived = barrier.votes = exited = 0;
     ready.clear();
-    for (auto& warp : meetings) warp.clear();
+    begin_collectives();
     for (int t = 0; t < block.threads; ++t) {
         Thread& thread = block.all[t];
         thread.open.clear();
         thread.groups.clear();
+        thread.fences.clear();
         thread.stack = new_fiber(block.stacks.top(t), run_thread);
     }
     block.current = -1;
@@ -155,6 +132,42 @@ void run_block(unsigned index) {
 }
 
 }  // namespace
+
+unsigned random_below(unsigned limit) {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return unsigned(seed >> 33) % limit;
+}
+
+void make_ready(int first, int count, unsigned lanes) {
+    const int shift = int(random_below(unsigned(count)));
+    for (int i = 0; i < count; ++i) {
+        const int thread = first + (i + shift) % count;
+        if (thread == block.current || (count == WARP_SIZE && (lanes >> (thread - first) & 1u) == 0)) continue;
+        block.all[thread].state = State::Ready;
+        ready.push_back(thread);
+    }
+}
+
+void wait_in(const char* kind, int line) {
+    Thread& self = block.all[block.current];
+    self.state = State::Waiting;
+    self.kind = kind;
+    self.line = line;
+    const int mine = block.current;
+    block.current = next_thread();
+    if (block.current == mine) return;  // a copy that landed just now was what it waited for
+    switch_stack(&self.stack, block.all[block.current].stack);
+    block.current = mine;
+}
+
+// Before all others or after them: so that who was waited for runs on in some orders and waits again in others.
+void wake(const std::vector<int>& threads) {
+    for (const int thread : threads) {
+        block.all[thread].state = State::Ready;
+        ready.push_back(thread);
+    }
+    if (random_below(2) == 0) std::rotate(ready.begin(), ready.end() - ptrdiff_t(threads.size()), ready.end());
+}
 
 Index thread_index() { return {unsigned(block.current), 0, 0}; }
 Index block_index() { return {block.index, 0, 0}; }
@@ -178,62 +191,9 @@ int block_barrier(const char* kind, int line, int vote) {
     barrier.result = barrier.votes;
     barrier.arrived = barrier.votes = 0;
     block_synced = now++;
+    if (clocked) share_clocks();
     make_ready(0, block.threads);
     return barrier.result;
-}
-
-void warp_collective(unsigned mask, const char* kind, int line, void* operands, WarpExecute execute, void* context) {
-    const int warp = current_warp(), lane = block.current % WARP_SIZE;
-    if ((mask >> lane & 1u) == 0) fault_at({nullptr, line}, "%s with mask 0x%08x, which leaves out the lane that calls it", kind, mask);
-    std::vector<Meeting>& open = meetings[warp];
-    size_t m = 0;
-    while (m < open.size() && open[m].mask != mask) ++m;  // lanes of other masks may still be on their way elsewhere
-    if (m == open.size()) {
-        open.emplace_back();
-        open[m].mask = mask;
-        open[m].kind = kind;
-        open[m].line = line;
-        for (void*& operand : open[m].operands) operand = nullptr;
-    }
-    Meeting& meeting = open[m];
-    if (meeting.line != line || std::strcmp(meeting.kind, kind) != 0) {
-        fault_at({nullptr, line}, "a warp diverges: this lane is in %s, lane %d in %s at kernel.cu:%d, both with mask 0x%08x", kind,
-                 __builtin_ctz(meeting.arrived), meeting.kind, meeting.line, mask);
-    }
-    meeting.operands[lane] = operands;
-    meeting.arrived |= 1u << lane;
-    if (meeting.arrived != mask) return wait_in(kind, line);
-    if (execute != nullptr) {
-        block.all[block.current].line = line;  // for reports from inside execute
-        execute(meeting.operands, context);
-    }
-    open.erase(open.begin() + ptrdiff_t(m));
-    make_ready(warp * WARP_SIZE, WARP_SIZE, mask);
-}
-
-void warp_barrier(unsigned mask, int line) {
-    const auto synchronise = [](void* const*, void* warp) { warp_synced[*static_cast<int*>(warp)] = now++; };
-    int warp = current_warp();
-    warp_collective(mask, "__syncwarp", line, &warp, synchronise, &warp);
-}
-
-void exchange(void* const* lanes, void*) {
-    for (int lane = 0; lane < WARP_SIZE; ++lane) {
-        if (lanes[lane] == nullptr) continue;
-        Shuffle& own = *static_cast<Shuffle*>(lanes[lane]);
-        if (lanes[own.lane] == nullptr) fault("lane %d asks for the value of lane %d, which the mask leaves out", lane, own.lane);
-        own.result = static_cast<const Shuffle*>(lanes[own.lane])->value;
-    }
-}
-
-void collect_votes(void* const* lanes, void*) {
-    unsigned word = 0;
-    for (int lane = 0; lane < WARP_SIZE; ++lane) {
-        if (lanes[lane] != nullptr && *static_cast<const unsigned*>(lanes[lane]) != 0) word |= 1u << lane;
-    }
-    for (int lane = 0; lane < WARP_SIZE; ++lane) {
-        if (lanes[lane] != nullptr) *static_cast<unsigned*>(lanes[lane]) = word;
-    }
 }
 
 void fault_at(Where where, const char* format, ...) {
@@ -261,7 +221,6 @@ int run_grid(unsigned blocks, unsigned threads, size_t smem_bytes, KernelCall ca
     block.count = blocks;
     block.threads = int(threads);
     if (block.all.size() < threads) block.all.resize(threads);
-    meetings.resize((threads + WARP_SIZE - 1) / WARP_SIZE);
     failed = false;
     begin_grid(smem_bytes);
     for (unsigned index = 0; index < blocks && !failed; ++index) run_block(index);

@@ -94,6 +94,7 @@ inline void cp_async_wait() {
 }
 
 #include "matrices.h"
+#include "warpgroups.h"
 
 // CUDA's run-time interface, as far as launching needs it.
 typedef void* cudaStream_t;
@@ -105,7 +106,7 @@ enum cudaError_t {
     cudaErrorLaunchFailure = 719,  // what every fault is reported as
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
 struct cudaFuncAttributes {
     int numRegs, maxThreadsPerBlock;
     size_t localSizeBytes, sharedSizeBytes;
@@ -115,8 +116,10 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t error) { return tilewright_host::report_of(error); }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-    return *value = tilewright_host::shared_memory_limit(), cudaSuccess;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    constexpr int MULTIPROCESSORS = 3;  // few: what is persistent gets several tiles
+    *value = attribute == cudaDevAttrMultiProcessorCount ? MULTIPROCESSORS : tilewright_host::shared_memory_limit();
+    return cudaSuccess;
 }
 inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
     *memory = tilewright_host::device_malloc(bytes);

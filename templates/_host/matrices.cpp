@@ -2,7 +2,7 @@
 // They run millions of times a launch, so the loops are short and of constant length.
 #include "matrices.h"
 
-#include <cstring>
+#include "floats.h"
 
 namespace tilewright_host {
 namespace {
@@ -12,7 +12,6 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr unsigned FRAGMENT_ALIGNMENT = 32;  // bytes; wmma's rule for addresses
 constexpr unsigned STRIDE_ALIGNMENT = 16;    // bytes; wmma's rule for strides
 constexpr unsigned ROW_BYTES = 16;           // ldmatrix's rows, and their alignment
-typedef float Floats __attribute__((vector_size(32)));
 
 // Which elements a lane holds, as PTX has it for mma.m16n8k16, in pairs of neighbours along k (A, B) or a row (C):
 // A: pair p is at row group_of + 8 (p % 2), k = pair_of + 8 (p / 2).
@@ -20,20 +19,6 @@ typedef float Floats __attribute__((vector_size(32)));
 // C: pair p is at row group_of + 8 (p % 2), column pair_of + 8 (p / 2).
 int group_of(int lane) { return lane >> 2; }
 int pair_of(int lane) { return lane % 4 * 2; }
-
-template <typename Element>
-void widen(const uint16_t* from, float* to) {
-    for (int i = 0; i < 8; ++i) to[i] = to_float(Element{from[i]});
-}
-#ifdef __F16C__
-template <>
-void widen<float16>(const uint16_t* from, float* to) {
-    Shorts8 bits;
-    memcpy(&bits, from, sizeof bits);
-    const Floats values = __builtin_ia32_vcvtph2ps256(bits);
-    memcpy(to, &values, sizeof values);
-}
-#endif
 
 // A lane's share of an accumulator with COLUMNS columns: x has 4 elements for each 8 of them.
 template <int COLUMNS>

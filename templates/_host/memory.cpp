@@ -7,7 +7,10 @@ bool is_watching() { return __asan_poison_memory_region == nullptr; }
 
 void touch(const void* address, size_t bytes, bool write, int lane, Where where) {
     if (touch_shared(address, bytes, write, lane, where)) return;
-    if (block.stacks.holds(address)) return;  // a thread's own variables
+    if (block.stacks.holds(address)) {  // a thread's own variables
+        if (unsettled_accumulators == 0) return;
+        return check_settled(address, bytes, write, where);
+    }
     touch_tensor(address, bytes, write, lane, where);
 }
 

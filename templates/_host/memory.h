@@ -1,4 +1,4 @@
-// The runtime's own view of memory: what shared.cpp and tensors.cpp know, and memory.cpp asks of both.
+// The runtime's own view of memory: what the files that watch it know of each other, and memory.cpp asks of them.
 #pragma once
 
 #include "threads.h"
@@ -18,8 +18,22 @@ bool is_watching();
 // Any access: the fault that it is, or nothing. lane: of the running warp, or WHOLE_WARP.
 void touch(const void* address, size_t bytes, bool write, int lane, Where where);
 
-// shared.cpp: false where the address is nowhere near shared memory.
+// shared.cpp: the running block's shared memory; where its region starts until the kernel says how it is aligned.
+constexpr size_t AROUND = 1 << 20;  // bytes: this far outside of shared memory still counts as a miss of it
+extern unsigned char* smem;
+extern size_t smem_bytes;
+size_t shared_offset(const void* address, size_t bytes, const char* what, Where where);  // a fault where it isn't all inside
+
+// shared_log.cpp: false where the address is nowhere near shared memory.
 bool touch_shared(const void* address, size_t bytes, bool write, int lane, Where where);
+
+// mbarriers.cpp: between these offsets lie the block's mbarriers, which nobody reads or writes like other memory.
+extern size_t mbarriers_begin, mbarriers_end;
+void check_no_mbarrier(size_t offset, size_t bytes, const char* doing, Where where);
+
+// warpgroups.cpp: accumulators that registers hold only once they are waited for, and a thread's access to one.
+extern int unsettled_accumulators;
+void check_settled(const void* address, size_t bytes, bool write, Where where);
 
 // tensors.cpp
 void touch_tensor(const void* address, size_t bytes, bool write, int lane, Where where);

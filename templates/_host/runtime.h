@@ -8,6 +8,7 @@
 namespace tilewright_host {
 
 constexpr int WARP_SIZE = 32;
+constexpr int WARPGROUP_SIZE = 128;
 constexpr int MAX_THREADS = 1024;
 constexpr int MAX_WARPS = MAX_THREADS / WARP_SIZE;
 constexpr int ANY_LANE = -1;  // an access of the whole warp: which lane it falls to is not told
@@ -39,6 +40,9 @@ void warp_barrier(unsigned mask, int line);
 // A fault where lanes meet in different operations, lines or masks, or where one never comes.
 using WarpExecute = void (*)(void* const* lanes, void* context);
 void warp_collective(unsigned mask, const char* kind, int line, void* operands, WarpExecute execute, void* context = nullptr);
+
+// The same for the 128 threads of a warpgroup, all of them: lanes has 128.
+void warpgroup_collective(const char* kind, int line, void* operands, WarpExecute execute, void* context = nullptr);
 
 // Runs call(closure) once for every thread of every block. 0, or a CUDA error code; then last_report() says why.
 using KernelCall = void (*)(const void* closure);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "fibers.h"
@@ -26,6 +27,7 @@ struct Thread {
     int line;
     std::vector<Copy> open;                 // asynchronous copies not yet committed
     std::vector<std::vector<Copy>> groups;  // committed, oldest first
+    std::vector<uint32_t> fences;           // when it called fence_proxy_async, oldest first
 };
 
 // The block that runs, or none: running is then false and nothing is watched.
@@ -44,6 +46,28 @@ inline int current_warp() { return block.current / WARP_SIZE; }
 // Time passes at every synchronisation. An access is ordered before what the running warp does now if it happened no later
 // than the block's last barrier or, within one warp, the warp's last one.
 extern uint32_t now, block_synced, warp_synced[MAX_WARPS];
+
+// block.cpp: the running thread lets others run until it is woken, which whoever it waits for must do.
+void wait_in(const char* kind, int line);
+void make_ready(int first, int count, unsigned lanes = ~0u);  // all but the running one, from one drawn at random and in turn
+void wake(const std::vector<int>& threads);
+unsigned random_below(unsigned limit);
+
+// What a block begins with and what may not be left when a thread or the block ends; and of a waiting thread, for what.
+void begin_collectives();
+void begin_clocks();
+void begin_mbarriers();
+void begin_named_barriers();
+void begin_bulk_copies();
+void begin_warpgroups();
+void leave_warpgroup();
+void check_copies_awaited();
+std::string awaited_mbarrier(int thread);
+std::string awaited_named_barrier(int thread);
+
+// bulk.cpp: lets copies land whose time has come; where nobody can go on without, one whose time has not. Whether one did.
+extern int copies_in_flight;
+bool land_copies(bool needed);
 
 // shared.cpp
 void begin_grid(size_t smem_bytes);

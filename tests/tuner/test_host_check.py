@@ -119,6 +119,15 @@ def test_a_right_kernel_passes(family: str, dtype: str, arch: str, terms: tuple[
     assert sum(ms for _, ms in found.case_ms) == pytest.approx(sum(loaded.launch_ms))
 
 
+@pytest.mark.parametrize(("form", "terms"), [("list", ("bound", "and_blocks")), ("bitmap", ("window", "or_blocks"))])
+def test_blocks_that_start_longest_first_do_every_row_once(form: str, terms: tuple[str, ...], book: CaseBook) -> None:
+    ordered = rendered("forward_mma", "bfloat16", "sm_90a", terms, mask_form=form, tile_order="longest")
+    assert check_cases(host_kernel_of(ordered), book).report.ok
+    first = without(ordered, "(args.tile_order)[blockIdx.x]", "(args.tile_order)[0]")
+    with pytest.raises(IllegalAccess, match=r"a race for byte .* of \w+: this thread writes what .* of block 0 wrote"):
+        check_cases(host_kernel_of(first), book)
+
+
 def test_the_cases_have_the_ideas_of_a_gpus_and_rows_at_odd_elements() -> None:
     def ideas(shapes: Any) -> list[tuple[str, str, str]]:
         return [(shape.style, shape.numbers, shape.layout) for shape in shapes if shape.layout != "unaligned"]
