@@ -65,6 +65,11 @@ MASK_ARGUMENTS: tuple[Argument, ...] = (
     *_arguments("pointer", "bitmap: [B, H, tiles_q, tile_words] uint32, a bit a tile", "active_bitmap full_bitmap"),
     *_arguments("int64", "list, bitmap: in rows of tiles_q; 0 where shared", "tile_stride_b tile_stride_h"),
     *_arguments("int32", "list: tiles_kv; bitmap: words a row", "tiles_kv tile_words"),
+    *_arguments(
+        "pointer",
+        "list, bitmap: [B * H * blocks a head] int32, which query tile each block takes; null: in order",
+        "tile_order",
+    ),
 )
 """What comes from the mask's plan, in launch order; unused slots are 0."""
 

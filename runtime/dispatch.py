@@ -25,7 +25,7 @@ from tilewright.runtime.canonical import canonical, mask_class
 from tilewright.runtime.fallback import fallback_attention
 from tilewright.runtime.launch import LoadedKernel, current_stream
 from tilewright.runtime.masks import Mask, from_spec
-from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.runtime.plans import MaskPlan, plan_for
 from tilewright.runtime.winners import Match, WinnerTable, shipped_winners
 
 logger = logging.getLogger("tilewright")
@@ -169,12 +169,9 @@ class Dispatcher:
             choice, loaded = self._choose_and_build(query, key, mask, capturing)
             plan = None
             if loaded is not None:
-                spec = loaded.kernel.spec
-                plan = build_plan(
+                plan = plan_for(
+                    loaded.kernel,
                     canonical(mask, seqlen_q, seqlen_kv),
-                    spec.mask_form,
-                    spec.block_m,
-                    spec.block_n,
                     batch=batch,
                     num_heads=num_heads,
                     seqlen_q=seqlen_q,

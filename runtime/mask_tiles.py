@@ -80,6 +80,19 @@ def tile_lists(active: Tensor, is_full: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return indices, full_counts.squeeze(-1).contiguous(), counts.squeeze(-1).contiguous()
 
 
+def longest_first(counts: Tensor, batch: int, num_heads: int, tiles_a_block: int) -> Tensor:
+    """int32 [batch * num_heads * blocks]: the blocks of a grid, (batch, head, block) counted in this order, by falling
+    number of active tiles; equal ones stay in order.
+
+    counts: [B|1, H|1, tiles_q] active tiles of each row of tiles, of which a block takes `tiles_a_block`.
+    """
+    blocks = -(-counts.shape[2] // tiles_a_block)
+    padded = torch.nn.functional.pad(counts, (0, blocks * tiles_a_block - counts.shape[2]))
+    of_blocks = padded.view(*counts.shape[:2], blocks, tiles_a_block).sum(3)
+    of_grid = of_blocks.expand(batch, num_heads, blocks).reshape(-1)
+    return of_grid.argsort(descending=True, stable=True).to(torch.int32)
+
+
 def _required(canonical: CanonicalMask, grid: _Grid) -> list[Verdict]:
     """The verdicts that must all hold."""
     verdicts: list[Verdict] = []

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from tilewright.generator.abi import MASK_ARGUMENTS, UNBOUNDED
 from tilewright.generator.errors import InvalidInput
+from tilewright.generator.legality import derived_values
 from tilewright.generator.problem import MASK_FORMS
+from tilewright.generator.variant import Kernel
 from tilewright.runtime.canonical import CanonicalMask
 from tilewright.runtime.mask_bits import pack_bits, row_chunk
 from tilewright.runtime.mask_terms import as_4d, ceil_div
-from tilewright.runtime.mask_tiles import classify_tiles, tile_lists
+from tilewright.runtime.mask_tiles import classify_tiles, longest_first, tile_lists
 
 SCAN_LIMIT_BYTES = 8 * 2**30
 """A larger N x N mask is refused: `scan` is the baseline, every other form does without."""
@@ -42,6 +44,37 @@ class MaskPlan:
     extra_bytes: int
 
 
+def plan_for(
+    kernel: Kernel,
+    canonical: CanonicalMask,
+    *,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+    device: torch.device | str,
+) -> MaskPlan:
+    """The plan that `kernel` is launched with: of its mask form and tile, and in the order that its blocks take.
+
+    Raises what `build_plan` raises.
+    """
+    spec, order_rows = kernel.spec, None
+    if spec.values().get("tile_order") == "longest":
+        order_rows = int(derived_values(kernel).get("query_rows", spec.block_m))
+    return build_plan(
+        canonical,
+        spec.mask_form,
+        spec.block_m,
+        spec.block_n,
+        batch=batch,
+        num_heads=num_heads,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        device=device,
+        order_rows=order_rows,
+    )
+
+
 def build_plan(
     canonical: CanonicalMask,
     form: str,
@@ -53,11 +86,14 @@ def build_plan(
     seqlen_q: int,
     seqlen_kv: int,
     device: torch.device | str,
+    order_rows: int | None = None,
 ) -> MaskPlan:
     """The plan for tiles of block_m query rows by block_n keys.
 
-    Raises `InvalidInput` when the canonical mask was made for other lengths, when `form` is unknown, and for a `scan`
-    mask above 8 GiB.
+    order_rows: for kernels whose blocks, of so many query rows, start longest first; None where they start in order.
+
+    Raises `InvalidInput` when the canonical mask was made for other lengths, when `form` is unknown, for a `scan` mask
+    above 8 GiB, and for an order of blocks that are no whole tiles or whose form lists no tiles.
     """
     if form not in MASK_FORMS:
         raise InvalidInput(f"mask form must be one of {', '.join(MASK_FORMS)}; got {form}")
@@ -68,6 +104,11 @@ def build_plan(
         )
     if block_m < 1 or block_n < 1:
         raise InvalidInput(f"tiles must be 1 or more in both directions, got {block_m}x{block_n}")
+    if order_rows is not None and (form not in ("list", "bitmap") or order_rows < 1 or order_rows % block_m):
+        raise InvalidInput(
+            "blocks start longest first by the tiles that form list or bitmap counts, and own whole tiles of"
+            f" {block_m} rows; got {form}, {order_rows} rows"
+        )
     if canonical.mask is not None:
         canonical.mask.check(batch, num_heads, seqlen_q, seqlen_kv, device)
     plan = _PlanArguments(torch.device(device))
@@ -90,6 +131,9 @@ def build_plan(
             plan.point("active_bitmap", pack_bits(active))
             plan.point("full_bitmap", pack_bits(is_full))
             plan.values["tile_words"] = ceil_div(active.shape[3], 32)
+        if order_rows is not None:
+            active_tiles = active.sum(3, dtype=torch.int32)
+            plan.point("tile_order", longest_first(active_tiles, batch, num_heads, order_rows // block_m))
     return plan.finish()
 
 

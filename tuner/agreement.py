@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewright.runtime.launch import LoadedKernel
-from tilewright.runtime.plans import build_plan
+from tilewright.runtime.plans import plan_for
 from tilewright.tuner.host_kernel import HostKernel
 from tilewright.tuner.layouts import place
 from tilewright.tuner.verify import CaseBook, Prepared
@@ -58,15 +58,13 @@ def compare_with_gpu(host: HostKernel, gpu: LoadedKernel, host_book: CaseBook, g
 def _run(loaded: LoadedKernel, prepared: Prepared) -> tuple[Tensor, Tensor]:
     """out and lse of one case, on its own device."""
     assert prepared.inputs is not None
-    case, spec, shape = prepared.case, loaded.kernel.spec, prepared.case.shape
+    case, shape = prepared.case, prepared.case.shape
     query, key, value = (placed.view for placed in prepared.inputs)
     out = place(tuple(query.shape), shape.layout, query.dtype, query.device).view
     lse = place(tuple(query.shape[:3]), "packed", torch.float32, query.device).view
-    plan = build_plan(
+    plan = plan_for(
+        loaded.kernel,
         prepared.mask,
-        spec.mask_form,
-        spec.block_m,
-        spec.block_n,
         batch=shape.batch,
         num_heads=shape.num_heads,
         seqlen_q=shape.seqlen_q,

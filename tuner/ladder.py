@@ -12,7 +12,7 @@ import torch
 
 from tilewright.generator.arch import arch_named
 from tilewright.generator.build_pool import BuildPool, BuildResult
-from tilewright.generator.errors import IllegalVariant, TilewrightError
+from tilewright.generator.errors import IllegalVariant, TilewrightError, ToolMissing
 from tilewright.generator.family import family_named
 from tilewright.generator.legality import derived_values
 from tilewright.generator.problem import Problem
@@ -21,9 +21,10 @@ from tilewright.generator.space import problem_reason
 from tilewright.generator.variant import AxisValue, Kernel, VariantSpec, kernel_of
 from tilewright.runtime.canonical import canonical
 from tilewright.runtime.launch import LoadedKernel
-from tilewright.runtime.plans import build_plan
+from tilewright.runtime.plans import plan_for
 from tilewright.tuner.bench import Bench, BenchRow
 from tilewright.tuner.peers import Call, Peer, Ready, Setting, all_peers
+from tilewright.tuner.plots import Line, draw
 from tilewright.tuner.workloads import WorkloadRow
 
 LENGTHS: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -194,11 +195,9 @@ def _peer_of(name: str, loaded: LoadedKernel) -> Peer:
         scratch = 4 * batch * num_heads * seqlen_q * seqlen_kv if is_naive else 0
 
         def make() -> Ready:
-            plan = build_plan(
+            plan = plan_for(
+                loaded.kernel,
                 canonical(call.mask, seqlen_q, seqlen_kv),
-                spec.mask_form,
-                spec.block_m,
-                spec.block_n,
                 batch=batch,
                 num_heads=num_heads,
                 seqlen_q=seqlen_q,
@@ -234,24 +233,15 @@ def write_csv(rows: Sequence[LadderRow], path: Path) -> None:
 
 def write_plot(rows: Sequence[LadderRow], path: Path) -> str | None:
     """Time against length, a line an implementation, as a PNG; or why there is none."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no plot: matplotlib is not installed (pip install matplotlib)"
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
+    lines = []
     for name in dict.fromkeys(row.bench.implementation for row in rows):
-        timed = [(r.seqlen, r.bench.time_ms) for r in rows if r.bench.implementation == name and r.bench.time_ms]
-        if timed:
-            is_peer = name in PEERS
+        points = {float(r.seqlen): r.bench.time_ms for r in rows if r.bench.implementation == name and r.bench.time_ms}
+        if points:
             label = f"{name} (another function)" if name == "sdpa_dense" else name
-            axes.plot(*zip(*timed, strict=True), marker="o", linestyle="--" if is_peer else "-", label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("ms")
-    axes.set_title(f"{MASK}, D {HEAD_DIM}, one head; {rows[0].bench.device if rows else ''}")
-    axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+            lines.append(Line(label, points, is_dashed=name in PEERS))
+    title = f"{MASK}, D {HEAD_DIM}, one head; {rows[0].bench.device if rows else ''}"
+    try:
+        draw(lines, path, title=title, x_label="tokens", x_base=2)
+    except ToolMissing as error:
+        return f"no plot: {error}"
     return None

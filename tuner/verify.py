@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.generator.variant import Kernel
-from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.runtime.plans import MaskPlan, plan_for
 from tilewright.tuner.case_book import CaseBook, Prepared
 from tilewright.tuner.expected import Expected
 from tilewright.tuner.layouts import FarBuffer, Placed, bits_of, place, poison, still_poisoned
@@ -69,17 +69,14 @@ def verify(loaded: Runnable, device: torch.device | str, *, book: CaseBook | Non
     """
     book = book or CaseBook(torch.device(device))
     prepared = book.cases_for(loaded.kernel)
-    spec = loaded.kernel.spec
     far: FarBuffer | None = None
     skipped: list[str] = []
     judged: list[tuple[Prepared, Tensor]] = []
     for item in prepared:
         shape = item.case.shape
-        plan = build_plan(
+        plan = plan_for(
+            loaded.kernel,
             item.mask,
-            spec.mask_form,
-            spec.block_m,
-            spec.block_n,
             batch=shape.batch,
             num_heads=shape.num_heads,
             seqlen_q=shape.seqlen_q,

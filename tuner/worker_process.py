@@ -26,7 +26,7 @@ from tilewright.generator.host_build import is_host_artifact
 from tilewright.generator.variant import Kernel
 from tilewright.runtime.canonical import canonical
 from tilewright.runtime.launch import LoadedKernel
-from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.runtime.plans import MaskPlan, plan_for
 from tilewright.tuner.agreement import Agreement, compare_with_gpu
 from tilewright.tuner.baselines import time_baselines
 from tilewright.tuner.case_book import CaseBook
@@ -34,7 +34,7 @@ from tilewright.tuner.cases import HOST_SHAPES
 from tilewright.tuner.expected import Expected, expect, sample_rows
 from tilewright.tuner.host_kernel import HostKernel, HostReport, check_cases
 from tilewright.tuner.measured import Measured
-from tilewright.tuner.timing import Stopwatch, interleaved, time_kernel
+from tilewright.tuner.timing import SURVEY_S, TIMING_S, Stopwatch, Timing, interleaved, time_kernel, time_once
 from tilewright.tuner.verify import VerifyReport, verify, verify_call
 from tilewright.tuner.worker import TAKEN
 
@@ -78,30 +78,59 @@ class Session:
     def measure(self, kernel: Kernel, artifact: Path, limit_us: float | None) -> Measured:
         """Verify on every case, then on a sample of the tuned shape's rows; only what is right is timed."""
         loaded = self._load(kernel, artifact)
-        info = loaded.info()
-        used: dict[str, Any] = {"registers": info.get("registers", 0), "smem_bytes": info.get("smem_bytes", 0)}
-        report = self._passed.get(artifact) or verify(loaded, self.device, book=self.book)
+        report = self._pass_cases(loaded)
+        return self._time(loaded, report, self._plan(kernel), limit_us) if report.ok else self._wrong(loaded, report)
+
+    def survey(self, kernel: Kernel, artifact: Path, limit_us: float | None) -> Measured:
+        """As `Worker.survey` says."""
+        loaded = self._load(kernel, artifact)
+        report = self._pass_cases(loaded)
+        if not report.ok:
+            return self._wrong(loaded, report)
+        plan = self._plan(kernel)
+        if limit_us is not None:
+            timing = time_once(self._runner(loaded, plan), limit_us, self.stopwatch)
+            if timing.stopped_early:
+                return self._timed(loaded, timing, f"{report.message}; too slow to repeat", [report])
+        return self._time(loaded, report, plan, None, SURVEY_S)
+
+    def _pass_cases(self, loaded: LoadedKernel) -> VerifyReport:
+        """The verdict over every case; of a kernel that passed before, the one from then."""
+        report = self._passed.get(loaded.path) or verify(loaded, self.device, book=self.book)
         if report.ok:
-            self._passed[artifact] = report
-            plan = self._plan(kernel)
-            shape = verify_call(loaded, *self._inputs, plan, self._scale, self._sample)
-            errors = self._errors([report, shape])
-            if shape.ok:
-                timing = time_kernel(
-                    self._runner(loaded, plan), self.device, limit_us=limit_us, stopwatch=self.stopwatch
-                )
-                return Measured(
-                    Outcome.OK,
-                    timing.median_us,
-                    timing.times_us,
-                    message=f"{report.message}; {shape.message}",
-                    stopped_early=timing.stopped_early,
-                    **errors,
-                    **used,
-                )
+            self._passed[loaded.path] = report
+        return report
+
+    def _time(
+        self,
+        loaded: LoadedKernel,
+        cases: VerifyReport,
+        plan: MaskPlan,
+        limit_us: float | None,
+        budget_s: float = TIMING_S,
+    ) -> Measured:
+        """Compare with fp64 at the tuned shape, then time."""
+        shape = verify_call(loaded, *self._inputs, plan, self._scale, self._sample)
+        if not shape.ok:
             self._make_inputs()  # what is wrong may have written to them
-            report = shape
-        return Measured(Outcome.WRONG, message=report.message, **self._errors([report]), **used)
+            return self._wrong(loaded, shape)
+        run = self._runner(loaded, plan)
+        timing = time_kernel(run, self.device, limit_us=limit_us, budget_s=budget_s, stopwatch=self.stopwatch)
+        return self._timed(loaded, timing, f"{cases.message}; {shape.message}", [cases, shape])
+
+    def _timed(self, loaded: LoadedKernel, timing: Timing, message: str, reports: list[VerifyReport]) -> Measured:
+        return Measured(
+            Outcome.OK,
+            timing.median_us,
+            timing.times_us,
+            message=message,
+            stopped_early=timing.stopped_early,
+            **self._errors(reports),
+            **_used(loaded),
+        )
+
+    def _wrong(self, loaded: LoadedKernel, report: VerifyReport) -> Measured:
+        return Measured(Outcome.WRONG, message=report.message, **self._errors([report]), **_used(loaded))
 
     def verify(self, kernel: Kernel, artifact: Path) -> VerifyReport:
         """Every adversarial case of the kernel; needs no row."""
@@ -162,12 +191,9 @@ class Session:
             raise LaunchFailed("the worker has no row; call prepare first")
         query, key, _ = self._inputs
         batch, num_heads, seqlen_q, _ = query.shape
-        spec = kernel.spec
-        return build_plan(
+        return plan_for(
+            kernel,
             self._canonical,
-            spec.mask_form,
-            spec.block_m,
-            spec.block_n,
             batch=batch,
             num_heads=num_heads,
             seqlen_q=seqlen_q,
@@ -197,6 +223,11 @@ class Session:
         return {
             name: max(getattr(report, name) for report in reports) for name in ("max_error", "rms_error", "worst_ratio")
         }
+
+
+def _used(loaded: LoadedKernel) -> dict[str, Any]:
+    info = loaded.info()
+    return {name: info.get(name, 0) for name in ("registers", "smem_bytes", "local_bytes")}
 
 
 def module_name(kernel: Kernel, artifact: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -19,7 +20,10 @@ from tilewright.tuner.ladder import CPU_RUNGS, LadderRow
 from tilewright.tuner.peers import ANOTHER_FUNCTION
 from tilewright.tuner.workloads import load_workload
 
-KEYS = ["workload", "implementation", "device", "time_ms", "tflops", "extra_mib", "max_error", "variant", "error"]
+KEYS = [
+    *("workload", "implementation", "device", "time_ms", "tflops", "extra_mib", "max_error", "variant", "error"),
+    *("seqlen_q", "seqlen_kv", "density", "ceiling_tflops", "ceiling_percent", "beside_ratio"),
+]
 
 SUITE = """
 [[row]]
@@ -74,6 +78,78 @@ def test_a_suite_gives_a_table_and_json(suite: str, tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out
     assert "forward_cpu/" in printed
     assert "x best peer" in printed
+
+
+SERIES = """
+along = "length"
+
+[[row]]
+name = "N64"
+dtype = "float32"
+head_dim = 32
+num_heads = 2
+seqlen_q = 64
+mask = "sliding_window(8, 0)"
+
+[[row]]
+name = "N160"
+dtype = "float32"
+head_dim = 32
+num_heads = 2
+seqlen_q = 160
+mask = "sliding_window(8, 0)"
+beside = "N64"
+"""
+
+
+def test_a_series_tells_its_ratios_and_crossings_and_can_be_plotted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite, target, picture = tmp_path / "series.toml", tmp_path / "rows.json", tmp_path / "rows.svg"
+    suite.write_text(SERIES)
+    arguments = ["bench", "--suite", str(suite), "--target", "cpu", "--peers", "sdpa_dense", "--json", str(target)]
+    assert main([*arguments, "--peer-time", "60"]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(target.read_text())
+    assert [row["beside_ratio"] for row in rows[:2]] == [None, None]
+    for small, large in zip(rows[:2], rows[2:], strict=True):
+        assert large["beside_ratio"] == pytest.approx(large["time_ms"] / small["time_ms"])
+    said = f"N160 / N64: tilewright {rows[2]['beside_ratio']:.3f}, sdpa_dense {rows[3]['beside_ratio']:.3f}"
+    assert said in printed
+    crossing = next(line for line in printed.splitlines() if line.startswith("tilewright "))
+    assert "sdpa_dense (another function)" in crossing
+    assert "length 64 to 160" in crossing
+
+    pytest.importorskip("matplotlib")
+    assert main(["plot", str(target), "--out", str(picture), "--title", "Windows & lengths"]) == 0
+    assert capsys.readouterr().out == f"{crossing}\nwrote {picture}\n"
+    drawn = picture.read_text()
+    assert "Windows &amp; lengths" in drawn
+    assert "sdpa_dense (another function)" in drawn
+
+
+def test_a_plot_s_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, old, row = tmp_path / "bad.json", tmp_path / "old.json", _row("tilewright", 1.0).to_dict()
+    bad.write_text("[")
+    old.write_text(json.dumps([{name: row[name] for name in KEYS[:9]}]))
+    for arguments, message in (
+        ([str(tmp_path / "none.json"), "--out", "x.svg"], "none.json cannot be read: No such file"),
+        ([str(bad), "--out", "x.svg"], "bad.json is not JSON"),
+        ([str(old), "--out", "x.svg"], "have no seqlen_q, density; write them anew with `tilewright bench --json`"),
+        ([str(old), "--out", "x.gif"], "--out must end with .svg, .png, .pdf; got x.gif"),
+    ):
+        assert main(["plot", *arguments]) == 2
+        complaint = capsys.readouterr().err
+        assert message in complaint
+        assert complaint.count("\n") == 1
+
+
+def test_the_ceiling_and_the_percentage_of_it_are_shown() -> None:
+    row = dataclasses.replace(_row("tilewright", 2.0), ceiling_tflops=800.4, ceiling_percent=45.25)
+    text = _text(suite_table([row]))
+    for expected in ("Test CPU, ceiling 800 TFLOP/s", "% ceiling", "45.2"):
+        assert expected in text
+    assert "ceiling 800" not in _text(suite_table([_row("tilewright", 2.0)]))
 
 
 def test_json_on_standard_output_is_all_there_is(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +238,7 @@ def test_profile_prints_a_command_that_runs(suite: str, capsys: pytest.CaptureFi
 def test_a_variant_is_read_as_it_is_printed() -> None:
     row = load_workload("quick").rows_for("cuda")[0]
     problem = row.problem("sm_90a")
-    spec = variant_named("forward_simt/gather 64x32 num_stages=1", problem)
+    spec = variant_named("forward_wmma/gather 64x64 num_stages=1", problem)
     assert variant_named(spec.name, problem) == spec
     assert dict(spec.axes)["num_stages"] == 1
     for text, message in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -135,13 +136,14 @@ def test_a_covering_sample_is_legal_and_meets_every_value(arch: str) -> None:
         if family.instructions not in all_archs()[arch].instructions:
             continue
         met: set[tuple[str, object]] = set()
-        for dtype in family.dtypes:
-            problem = Problem(dtype, 64, 1, 8, 8, 4096, 4096, arch, mask)
+        for dtype, head_dim in itertools.product(family.dtypes, (64, 128)):
+            problem = Problem(dtype, head_dim, 1, 8, 8, 4096, 4096, arch, mask)
             sample = covering_sample(problem, family)
             assert len(sample) == len(set(sample))
             assert all(problem_reason(problem, spec) is None for spec in sample)
             met |= {item for spec in sample for item in spec.values().items()}
         wanted = {("mask_form", form) for form in family.mask_forms}
         wanted |= {(axis, value) for axis, values in family.axes.items() for value in values}
-        # Some values cannot be had there at all: three stages without cp.async, tiles that do not fit.
-        assert len(wanted - met) <= (4 if arch == "sm_75" else 1), (family.name, wanted - met)
+        # Some values cannot be had there at all: three stages without cp.async, tiles that do not fit, what only
+        # sm_75 still tries.
+        assert len(wanted - met) <= (4 if arch == "sm_75" else 2), (family.name, wanted - met)

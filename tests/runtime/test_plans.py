@@ -10,10 +10,11 @@ import torch
 
 from tilewright.generator.abi import MASK_ARGUMENTS, UNBOUNDED
 from tilewright.generator.errors import InvalidInput
+from tilewright.generator.variant import Kernel, VariantSpec
 from tilewright.runtime import masks, plans
 from tilewright.runtime.canonical import canonical
 from tilewright.runtime.mask_terms import ceil_div
-from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.runtime.plans import MaskPlan, build_plan, plan_for
 
 BATCH, HEADS = 2, 2
 SHAPES = [(33, 33), (17, 70), (70, 17), (1, 129), (100, 96), (5, 1)]
@@ -321,6 +322,65 @@ def test_a_last_ragged_row_of_tiles_can_be_full() -> None:
     assert tiles_of(masks.block_mask(active, 64), (40, 64), (32, 32)) == (4, 0)
 
 
+ORDERED = [
+    "causal",
+    "window|blocks",
+    "blocks-per-head",
+    "blocks-per-batch",
+    "blocks-per-both",
+    "blocks-none",
+    "pairs&pairs",
+]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 16), (16, 0)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("rows", [16, 48])
+@pytest.mark.parametrize("form", ["list", "bitmap"])
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_blocks_with_the_most_active_tiles_start_first(
+    name: str, form: str, rows: int, shape: tuple[int, int]
+) -> None:
+    parts = canonical(MASKS[name](*shape), *shape)
+    plan = build_plan(
+        parts, form, 16, 32, batch=BATCH, num_heads=HEADS, seqlen_q=shape[0], seqlen_kv=shape[1], device="cpu",
+        order_rows=rows,
+    )  # fmt: skip
+    kernel = Emulator(plan, *shape, 16, 32)
+    blocks, v = ceil_div(shape[0], rows), kernel.values
+    counts = np.zeros((BATCH, HEADS, blocks), dtype=int)
+    for b, h, tile in np.ndindex(BATCH, HEADS, ceil_div(shape[0], 16)):
+        row = b * v["tile_stride_b"] + h * v["tile_stride_h"] + tile
+        full, partial = kernel.listed(row) if form == "list" else kernel.mapped(row)
+        counts[b, h, tile * 16 // rows] += len(full) + len(partial)
+    order = kernel.read("tile_order", np.arange(counts.size))
+    assert plan.tensors[-1].dtype == torch.int32
+    assert order.tolist() == np.argsort(-counts.reshape(-1), kind="stable").tolist()
+
+
+@pytest.mark.parametrize(("form", "rows"), [("analytic", 16), ("scan", 16), ("list", 24), ("list", 0)])
+def test_an_order_without_counted_tiles_is_refused(form: str, rows: int) -> None:
+    with pytest.raises(InvalidInput, match=f"whole tiles of 16 rows; got {form}, {rows} rows"):
+        build_plan(
+            canonical(masks.causal(), 32, 32), form, 16, 32, batch=1, num_heads=1, seqlen_q=32, seqlen_kv=32,
+            device="cpu", order_rows=rows,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["forward", "longest"])
+def test_a_kernels_plan_has_the_order_that_its_blocks_take(order: str) -> None:
+    axes = {"num_warps": 2, "num_stages": 2, "q_in_registers": True, "tile_order": order, "blocks_per_sm": 1}
+    values = {"mask_form": "list", "block_m": 32, "block_n": 32, **axes}
+    kernel = Kernel(
+        "attention_forward", "float16", 64, ("bound",), VariantSpec.from_values("forward_mma", values), "sm_90a"
+    )
+    sizes = {"batch": 1, "num_heads": 2, "seqlen_q": 100, "seqlen_kv": 100}
+    plan = plan_for(kernel, canonical(masks.causal(), 100, 100), device="cpu", **sizes)
+    got = dict(zip([a.name for a in MASK_ARGUMENTS], plan.arguments, strict=True))
+    assert (got["tile_order"] != 0) == (order == "longest")
+    if order == "longest":
+        assert Emulator(plan, 100, 100, 32, 32).read("tile_order", np.arange(8)).tolist() == [3, 7, 2, 6, 1, 5, 0, 4]
+
+
 @pytest.mark.parametrize("form", ["analytic", "gather"])
 def test_structured_masks_of_96_000_tokens_take_no_square_memory(form: str) -> None:
     n = 96_000
@@ -396,8 +456,9 @@ def test_plans_read_nothing_back_from_the_device(name: str, form: str) -> None:
     mask = MASKS[name](*shape)
     moved = mask if mask is None else mask.to("meta")
     sizes = {"batch": BATCH, "num_heads": HEADS, "seqlen_q": shape[0], "seqlen_kv": shape[1]}
-    want = build_plan(canonical(mask, *shape), form, 16, 32, device="cpu", **sizes)
-    got = build_plan(canonical(moved, *shape), form, 16, 32, device="meta", **sizes)
+    order = 32 if form in ("list", "bitmap") else None
+    want = build_plan(canonical(mask, *shape), form, 16, 32, device="cpu", order_rows=order, **sizes)
+    got = build_plan(canonical(moved, *shape), form, 16, 32, device="meta", order_rows=order, **sizes)
     assert [(t.shape, t.dtype) for t in got.tensors] == [(t.shape, t.dtype) for t in want.tensors]
     pointers = {i for i, a in enumerate(MASK_ARGUMENTS) if a.ctype == "pointer"}
     numbers = [i for i in range(len(MASK_ARGUMENTS)) if i not in pointers]
@@ -412,10 +473,11 @@ def test_plans_on_a_gpu_are_those_of_the_cpu_and_never_wait_for_the_host(name: s
     mask = MASKS[name](*shape)
     on_gpu = mask if mask is None else mask.to("cuda")
     sizes = {"batch": BATCH, "num_heads": HEADS, "seqlen_q": shape[0], "seqlen_kv": shape[1]}
-    want = build_plan(canonical(mask, *shape), form, 16, 32, device="cpu", **sizes)
+    order = 32 if form in ("list", "bitmap") else None
+    want = build_plan(canonical(mask, *shape), form, 16, 32, device="cpu", order_rows=order, **sizes)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = build_plan(canonical(on_gpu, *shape), form, 16, 32, device="cuda", **sizes)
+        got = build_plan(canonical(on_gpu, *shape), form, 16, 32, device="cuda", order_rows=order, **sizes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(got.tensors) == len(want.tensors)

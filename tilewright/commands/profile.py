@@ -127,17 +127,15 @@ def _run_kernel(
     from tilewright.generator.variant import kernel_of
     from tilewright.runtime.canonical import canonical
     from tilewright.runtime.launch import LoadedKernel
-    from tilewright.runtime.plans import build_plan
+    from tilewright.runtime.plans import plan_for
     from tilewright.tuner.timing import time_kernel
 
     rendered = render(kernel_of(problem, spec))
     loaded = LoadedKernel(build(rendered), rendered.kernel, rendered.module_name)
     query, key, value, mask = row.make_inputs(device)
-    plan = build_plan(
+    plan = plan_for(
+        rendered.kernel,
         canonical(mask, row.seqlen_q, row.seqlen_kv),
-        spec.mask_form,
-        spec.block_m,
-        spec.block_n,
         batch=row.batch,
         num_heads=row.num_heads,
         seqlen_q=row.seqlen_q,
