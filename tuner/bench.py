@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,11 @@ from tilewright.generator.errors import InvalidInput, WrongResult
 from tilewright.runtime.attention import attention, explain
 from tilewright.runtime.environment import cuda_index, device_name
 from tilewright.tuner.active_pairs import row_active_pairs
+from tilewright.tuner.ceiling import matrix_ceiling
 from tilewright.tuner.devices import measuring_alone
 from tilewright.tuner.expected import Expected, expect, sample_rows
 from tilewright.tuner.memory import peak_bytes
-from tilewright.tuner.peers import Call, Peer, Ready, Setting
+from tilewright.tuner.peers import ANOTHER_FUNCTION, Call, Peer, Ready, Setting
 from tilewright.tuner.timing import Stopwatch, time_kernel
 from tilewright.tuner.workloads import WorkloadRow
 
@@ -37,6 +39,8 @@ class BenchRow:
     device: the hardware's name. time_ms: the median. tflops: over active pairs alone, 4 head_dim operations each,
     whatever the implementation computes. extra_mib: peak memory beyond inputs and output, what was built for the mask
     included. max_error: absolute, against fp64. variant: the kernel or setting that was fastest. error: why it failed.
+    density: active pairs of all pairs. ceiling_tflops: what a matrix product of this dtype reached on the device in the
+    same run; ceiling_percent: tflops of it. beside_ratio: time_ms over that of the row that the workload names.
     """
 
     workload: str
@@ -48,6 +52,17 @@ class BenchRow:
     max_error: float | None = None
     variant: str | None = None
     error: str | None = None
+    seqlen_q: int | None = None
+    seqlen_kv: int | None = None
+    density: float | None = None
+    ceiling_tflops: float | None = None
+    ceiling_percent: float | None = None
+    beside_ratio: float | None = None
+
+    @property
+    def is_another_function(self) -> bool:
+        """Whether it was dense attention in place of the mask that was timed."""
+        return (self.variant or "").startswith(ANOTHER_FUNCTION)
 
     def to_dict(self) -> dict[str, Any]:
         """The row as `bench --json` writes it."""
@@ -91,14 +106,30 @@ def bench_device(target: str) -> torch.device:
 class Bench:
     """Times implementations on one device.
 
-    device: where. started: told (workload, implementation) before each, for a progress line.
+    device: where. started: told (workload, implementation) before each, for a progress line. peer_seconds: after so
+    long on one row no further setting of an implementation is begun, and its variant says so; None for no limit.
     """
 
-    def __init__(self, device: torch.device, started: Callable[[str, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        started: Callable[[str, str], None] | None = None,
+        *,
+        peer_seconds: float | None = None,
+    ) -> None:
         self.device = device
         self.device_name = device_name(str(device))
         self._started = started or (lambda workload, implementation: None)
         self._stopwatch = Stopwatch(device)
+        self._peer_seconds = peer_seconds
+        self._ceilings: dict[str, float | None] = {}
+
+    def ceiling(self, dtype: str) -> float | None:
+        """TFLOP/s of a matrix product of this dtype, measured once in a run; None where there is none to speak of."""
+        if dtype not in self._ceilings:
+            with measuring_alone(str(self.device)):
+                self._ceilings[dtype] = matrix_ceiling(self.device, getattr(torch, dtype), self._stopwatch)
+        return self._ceilings[dtype]
 
     def rows(self, row: WorkloadRow, peers: Sequence[Peer], *, named: bool = False) -> Iterator[BenchRow]:
         """A row for each of the peers on this workload, in order, as they are measured.
@@ -106,18 +137,27 @@ class Bench:
         named: the user asked for these very peers, so one that cannot answer the call is a row that says why; else it
         is left out. Failures are rows with `error`; nothing but Ctrl-C ends the run.
         """
+        nothing = BenchRow(
+            row.name,
+            "",
+            self.device_name,
+            seqlen_q=row.seqlen_q,
+            seqlen_kv=row.seqlen_kv,
+            ceiling_tflops=self.ceiling(row.dtype),
+        )
         try:
             query, key, value, mask = row.make_inputs(self.device)
             call = Call(query, key, value, mask, row.head_dim**-0.5)
-            flops = 4.0 * row.head_dim * row_active_pairs(row, str(self.device))
+            pairs = row_active_pairs(row, str(self.device))
         except RuntimeError as error:  # no memory for this row; the next may be smaller
             self._clean_up()
             text = f"the inputs cannot be made: {_brief(error)}"
-            yield from (BenchRow(row.name, peer.name, self.device_name, error=text) for peer in peers)
+            yield from (dataclasses.replace(nothing, implementation=peer.name, error=text) for peer in peers)
             return
-        expected: dict[bool, Expected] = {}
+        density = pairs / (row.batch * row.num_heads * row.seqlen_q * row.seqlen_kv)
+        expected: dict[str | None, Expected] = {}
         for peer in peers:
-            blank = BenchRow(row.name, peer.name, self.device_name)
+            blank = dataclasses.replace(nothing, implementation=peer.name, density=density)
             reason = peer.unfit(call)
             if reason is not None:
                 if named:
@@ -125,19 +165,25 @@ class Bench:
                 continue
             self._started(row.name, peer.name)
             try:
-                if peer.ignores_mask not in expected:
-                    expected[peer.ignores_mask] = self._expected(call, None if peer.ignores_mask else mask)
-                found = self.measure(peer, call, expected[peer.ignores_mask])
+                computed = peer.computes(call)
+                # The text says all: of masks with tensors there is none but the call's own.
+                spec = None if computed is None else computed.spec
+                if spec not in expected:
+                    expected[spec] = self._expected(call, computed)
+                found = self.measure(peer, call, expected[spec])
             except RuntimeError as error:  # without the right answer there is nothing to show
                 self._clean_up()
                 found = f"the fp64 answer cannot be made: {_brief(error)}"
             if isinstance(found, str):
                 yield dataclasses.replace(blank, error=found)
                 continue
+            tflops = 4.0 * row.head_dim * pairs / found.time_us / 1e6
+            ceiling = blank.ceiling_tflops
             yield dataclasses.replace(
                 blank,
                 time_ms=found.time_us / 1e3,
-                tflops=flops / found.time_us / 1e6,
+                tflops=tflops,
+                ceiling_percent=None if ceiling is None else 100 * tflops / ceiling,
                 extra_mib=None if found.extra_bytes is None else found.extra_bytes / 2**20,
                 max_error=found.max_error,
                 variant=found.variant,
@@ -147,8 +193,13 @@ class Bench:
         """The peer's fastest setting that is right, or why there is none: the last setting's failure."""
         best: Measurement | None = None
         failure = "it has no setting for this call"
+        began = time.monotonic()
         try:
-            for setting in peer.settings(call):
+            for tried, setting in enumerate(peer.settings(call)):
+                if tried and self._peer_seconds is not None and time.monotonic() - began > self._peer_seconds:
+                    if best is not None:
+                        best = dataclasses.replace(best, variant=f"{best.variant}, best of the first {tried}")
+                    break
                 try:
                     with torch.no_grad(), setting.context():
                         found = self._measure_setting(setting, call, expected, best)

@@ -95,17 +95,62 @@ def _random_blocks(
     block_q: int,
     block_kv: int,
     *,
-    density: float,
+    density: float | None = None,
+    count: int | None = None,
     per_head: bool = False,
     per_batch: bool = False,
 ) -> masks.Mask:
+    if (density is None) == (count is None):
+        raise InvalidInput("mask: random_blocks takes either density=x or count=blocks in each row of blocks")
+    drawn = _drawn_blocks(shape, generator, block_q, block_kv, per_head, per_batch)
+    if count is not None:
+        active = _first_drawn(drawn, torch.full(drawn.shape[:-1], _integer(count, "random_blocks count", 1)))
+    else:
+        # Every query keeps at least one block: a random mask of low density would else have rows with nothing to do.
+        active = drawn < _fraction(density, "density")
+        active.scatter_(-1, drawn.argmin(-1, keepdim=True), True)
+    return masks.block_mask(active, (block_q, block_kv))
+
+
+def _skewed_blocks(
+    shape: MaskShape,
+    generator: torch.Generator,
+    block_q: int,
+    block_kv: int,
+    *,
+    count: int,
+    every: int,
+    times: int,
+    per_head: bool = False,
+    per_batch: bool = False,
+) -> masks.Mask:
+    drawn = _drawn_blocks(shape, generator, block_q, block_kv, per_head, per_batch)
+    counts = torch.full(drawn.shape[:-1], _integer(count, "skewed_blocks count", 1))
+    every, times = _integer(every, "skewed_blocks every", 1), _integer(times, "skewed_blocks times", 1)
+    # One row of each run of `every`, but not the same one: a regular pattern may fall in step with a kernel's schedule.
+    runs = -(-counts.shape[-1] // every)
+    heavy = torch.randint(every, (*counts.shape[:-1], runs), generator=generator) + torch.arange(runs) * every
+    is_heavy = torch.zeros((*counts.shape[:-1], runs * every), dtype=torch.bool).scatter_(-1, heavy, True)
+    counts[is_heavy[..., : counts.shape[-1]]] *= times
+    return masks.block_mask(_first_drawn(drawn, counts), (block_q, block_kv))
+
+
+def _drawn_blocks(
+    shape: MaskShape, generator: torch.Generator, block_q: Any, block_kv: Any, per_head: Any, per_batch: Any
+) -> torch.Tensor:
+    """A number drawn for each block: [batch or 1, heads or 1, blocks_q, blocks_kv], uniform in [0, 1)."""
     block_q, block_kv = _integer(block_q, "block_q", 1), _integer(block_kv, "block_kv", 1)
     grid = (-(-shape.seqlen_q // block_q), -(-shape.seqlen_kv // block_kv))
-    drawn = torch.rand((*_leading(shape, per_head, per_batch), *grid), generator=generator)
-    # Every query keeps at least one block: a random mask of low density would else have rows with nothing to do.
-    active = drawn < _fraction(density, "density")
-    active.scatter_(-1, drawn.argmin(-1, keepdim=True), True)
-    return masks.block_mask(active, (block_q, block_kv))
+    return torch.rand((*_leading(shape, per_head, per_batch), *grid), generator=generator)
+
+
+def _first_drawn(drawn: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """In each row the blocks with the `counts` lowest numbers; ties fall the same way on every machine."""
+    most, blocks = int(counts.max()), drawn.shape[-1]
+    if most > blocks:
+        raise InvalidInput(f"mask: a row of blocks has {blocks} blocks; got {most} of them to be active")
+    first = torch.arange(blocks) < counts.unsqueeze(-1)
+    return torch.zeros_like(first).scatter_(-1, drawn.argsort(dim=-1, stable=True), first)
 
 
 def _random_tokens(
@@ -169,7 +214,10 @@ BUILDERS: dict[str, _Builder] = {
     ),
     "global_tokens": _Builder("global_tokens([i, ...]) or global_tokens(count=n)", _global_tokens),
     "random_blocks": _Builder(
-        "random_blocks(block_q, block_kv, density=x, per_head=false, per_batch=false)", _random_blocks
+        "random_blocks(block_q, block_kv, density=x or count=n, per_head=false, per_batch=false)", _random_blocks
+    ),
+    "skewed_blocks": _Builder(
+        "skewed_blocks(block_q, block_kv, count=n, every=n, times=n, per_head=false, per_batch=false)", _skewed_blocks
     ),
     "random_tokens": _Builder("random_tokens(density=x, per_head=false, per_batch=false)", _random_tokens),
     "document": _Builder("document(length, ...) or document(count=n)", _document),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.generator.abi import UNBOUNDED
 from tilewright.generator.errors import InvalidInput
+from tilewright.runtime import masks
 from tilewright.runtime.canonical import canonical
 from tilewright.runtime.masks import Mask
 from tilewright.tuner.baselines import MASK_SHARE_OF_FREE_MEMORY, free_bytes
 from tilewright.tuner.memory import tensor_bytes
 
 ANOTHER_FUNCTION = "dense: another function"
-"""Said of a row that ignores the mask."""
+"""What the variant of a row starts with that computes dense attention in place of the mask."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +39,30 @@ class Call:
 
     @property
     def band(self) -> tuple[int, int] | None:
-        """(left, right) where the whole mask is one band, `UNBOUNDED` where a side is open; None for another mask."""
-        form = canonical(self.mask, self.query.shape[2], self.key.shape[2])
-        return form.bound if form.terms == ("bound",) else None
+        """(left, right) where the whole mask is one band, `UNBOUNDED` where a side cuts nothing; None for another."""
+        seqlen_q, seqlen_kv = self.query.shape[2], self.key.shape[2]
+        form = canonical(self.mask, seqlen_q, seqlen_kv)
+        if form.bound is None or form.terms != ("bound",):
+            return None
+        left, right = form.bound
+        return UNBOUNDED if left >= seqlen_kv - 1 else left, UNBOUNDED if right >= seqlen_q - 1 else right
 
     @property
     def is_causal(self) -> bool:
         """Whether PyTorch's `is_causal` means the same: it aligns the first query with the first key."""
         return self.band == (UNBOUNDED, 0) and self.query.shape[2] == self.key.shape[2]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether `dense_mask` is the mask: dense attention, with PyTorch's `is_causal` or without, is the function."""
+        return self.mask is None or self.is_causal
+
+    @property
+    def dense_mask(self) -> Mask | None:
+        """What dense attention computes instead: causal where no query sees a later key, half the work; else all."""
+        bound = canonical(self.mask, self.query.shape[2], self.key.shape[2]).bound
+        is_causal = bound is not None and bound[1] <= 0 and self.query.shape[2] == self.key.shape[2]
+        return masks.causal() if is_causal else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +82,22 @@ class Setting:
     context: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
 
 
+def _own_mask(call: Call) -> Mask | None:
+    return call.mask
+
+
 @dataclass(frozen=True, eq=False)
 class Peer:
     """An implementation to compare with.
 
     unfit: why it cannot answer a call, or None. settings: its configurations; the fastest right one counts.
-    ignores_mask: it computes dense attention whatever the mask, and is checked against that.
+    computes: the mask of the function that it computes, against which it is checked.
     """
 
     name: str
     unfit: Callable[[Call], str | None]
     settings: Callable[[Call], Iterator[Setting]]
-    ignores_mask: bool = False
+    computes: Callable[[Call], Mask | None] = _own_mask
 
 
 BACKENDS = {
@@ -86,6 +106,10 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 """PyTorch's fused kernels by the names that rows use."""
+
+STAND_INS = ("flash", "cudnn")
+"""Those that are shown on CUDA beside a mask they cannot take, as what dense attention costs. `sdpa_dense` is shown
+everywhere."""
 
 
 def _backend_reason(backend: str, call: Call) -> str | None:
@@ -115,35 +139,30 @@ def _sdpa(call: Call, *, causal: bool = False, mask: Tensor | None = None, repea
 
 
 def _sdpa_backend(backend: str) -> Peer:
-    """One fused kernel, where it computes the very function: no mask, or PyTorch's causal one."""
+    """One fused kernel: the very function where there is no mask or PyTorch's causal one, else a stand-in."""
 
     def unfit(call: Call) -> str | None:
-        if call.mask is not None and not call.is_causal:
+        if not call.is_dense and not (call.query.is_cuda and backend in STAND_INS):
             return f"PyTorch's {backend} kernel takes no mask but causal with as many queries as keys"
         return _backend_reason(backend, call)
 
     def settings(call: Call) -> Iterator[Setting]:
-        causal = call.mask is not None
         yield Setting(
-            "causal" if causal else "dense",
-            lambda: _sdpa(call, causal=causal, repeat_heads=backend == "efficient"),
+            _dense_name(call),
+            lambda: _sdpa(call, causal=call.dense_mask is not None, repeat_heads=backend == "efficient"),
             lambda: sdpa_kernel(BACKENDS[backend]),
         )
 
-    return Peer(f"sdpa_{backend}", unfit, settings)
+    return Peer(f"sdpa_{backend}", unfit, settings, lambda call: call.dense_mask)
 
 
 def _dense_settings(call: Call) -> Iterator[Setting]:
-    label = "" if call.mask is None else f"{ANOTHER_FUNCTION}, "
-    yield Setting(f"{label}PyTorch's choice", lambda: _sdpa(call))
-    if call.query.is_cuda:
-        for backend in BACKENDS:
-            if _backend_reason(backend, call) is None:
-                yield Setting(
-                    f"{label}{backend}",
-                    partial(_sdpa, call, repeat_heads=backend == "efficient"),
-                    partial(sdpa_kernel, BACKENDS[backend]),
-                )
+    yield Setting(f"{_dense_name(call)}, PyTorch's choice", lambda: _sdpa(call, causal=call.dense_mask is not None))
+
+
+def _dense_name(call: Call) -> str:
+    name = "full" if call.dense_mask is None else "causal"
+    return name if call.is_dense else f"{ANOTHER_FUNCTION}, {name}"
 
 
 def _masked_reason(call: Call) -> str | None:
@@ -185,7 +204,7 @@ def all_peers() -> dict[str, Peer]:
 
     peers = [
         *(_sdpa_backend(backend) for backend in BACKENDS),
-        Peer("sdpa_dense", lambda call: None, _dense_settings, ignores_mask=True),
+        Peer("sdpa_dense", lambda call: None, _dense_settings, lambda call: call.dense_mask),
         Peer("sdpa_masked", _masked_reason, _masked_settings),
         flex(),
         fa4(),

@@ -28,17 +28,22 @@ def _unfit(call: Call) -> str | None:
         return "FlashAttention-4 takes causal, windows and block masks"
     try:
         found = importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:
+    except (ImportError, ValueError):
         found = False
     return None if found else "flash_attn.cute is not installed (pip install flash-attn-4)"
 
 
 def _settings(call: Call) -> Iterator[Setting]:
     if not isinstance(call.mask, terms.BlockMask):
-        yield Setting("band" if call.mask is not None else "dense", lambda: _banded(call))
+        name = "band" if call.mask is not None else "dense"
+        yield Setting(name, lambda: _banded(call))
+        if call.is_grouped:
+            # By default the query heads that share keys go into one tile, which loads less and wastes more at the edge.
+            yield Setting(f"{name}, heads apart", lambda: _banded(call, pack_gqa=False))
         return
     own = (call.mask.sparse_block_q, call.mask.sparse_block_kv)
-    # It wants the blocks of its own tile on some GPUs; finer ones describe the same mask.
+    # On Hopper the keys of a block must be those of its tile, which shrinks to them, and at most 128; the queries a
+    # multiple of 64. Finer blocks describe the same mask.
     sizes = [own, *((q, k) for q in (128, 64) for k in (128, 64) if own[0] % q == 0 and own[1] % k == 0)]
     for size in dict.fromkeys(sizes):
         yield Setting(f"{size[0]}x{size[1]}", partial(_block_sparse, call, size))
@@ -58,12 +63,14 @@ def _run(call: Call, held: int, **options: Any) -> Ready:
     return Ready(run, held)
 
 
-def _banded(call: Call) -> Ready:
+def _banded(call: Call, **options: Any) -> Ready:
     band = call.band
-    if band is None or band == (UNBOUNDED, 0):
-        return _run(call, 0, causal=band is not None)
+    if band is None or band == (UNBOUNDED, UNBOUNDED):
+        return _run(call, 0, causal=False, **options)
+    if band == (UNBOUNDED, 0):
+        return _run(call, 0, causal=True, **options)
     left, right = (None if side == UNBOUNDED else side for side in band)
-    return _run(call, 0, causal=False, window_size=(left, right))
+    return _run(call, 0, causal=False, window_size=(left, right), **options)
 
 
 def _block_sparse(call: Call, size: tuple[int, int]) -> Ready:

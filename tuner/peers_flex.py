@@ -26,6 +26,9 @@ BLOCK_SIZES: tuple[tuple[int, int], ...] = (
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+WARPGROUP_ROWS = 64
+"""Query rows that the tensor cores' instructions take at once on Hopper, from 4 warps."""
+
 DECODE_QUERIES = 128
 """Below this many queries FlexAttention runs its decoding kernel, which chooses its own tile."""
 
@@ -39,22 +42,39 @@ def _settings(call: Call, block_sizes: Sequence[tuple[int, int]]) -> Iterator[Se
     yield Setting("default", lambda: _compiled(call, (128, 128), {}))
     if call.query.shape[2] < DECODE_QUERIES:
         return
-    for block_q, block_kv in block_sizes:
-        # On the CPU the kernel takes its tile from the mask's blocks.
-        options = {"BLOCK_M": block_q, "BLOCK_N": block_kv} if call.query.is_cuda else {}
-        if call.query.is_cuda or (block_q, block_kv) != (128, 128):
-            yield Setting(
-                f"{block_q}x{block_kv}",
-                partial(_compiled, call, (block_q, block_kv), options),
-            )
+    # The blocks of a block mask first, in case there is no time for all.
+    for size in sorted(block_sizes, key=lambda size: not _cuts_no_block(call.mask, size)):
+        name, options = f"{size[0]}x{size[1]}", _kernel_options(call, size)
+        if _cuts_no_block(call.mask, size):
+            yield Setting(f"{name}, one list", partial(_compiled, call, size, options, one_list=True))
+        if options or size != (128, 128):
+            yield Setting(name, partial(_compiled, call, size, options))
 
 
-def _compiled(call: Call, block_size: tuple[int, int], options: dict[str, int]) -> Ready:
+def _kernel_options(call: Call, block_size: tuple[int, int]) -> dict[str, int]:
+    """The tile, where it is not the mask's blocks anyway, as on the CPU; and 4 warps for 64 rows.
+
+    At head_dim 128 PyTorch's default is 8 warps whatever the tile; its own autotuning gives 64 rows 4, one warpgroup.
+    """
+    if not call.query.is_cuda:
+        return {}
+    warps = {"num_warps": 4} if block_size[0] == WARPGROUP_ROWS else {}
+    return {"BLOCK_M": block_size[0], "BLOCK_N": block_size[1], **warps}
+
+
+def _cuts_no_block(mask: terms.Mask | None, block_size: tuple[int, int]) -> bool:
+    """Whether it is a block mask all of whose blocks consist of whole ones of this size."""
+    if not isinstance(mask, terms.BlockMask):
+        return False
+    return mask.sparse_block_q % block_size[0] == 0 and mask.sparse_block_kv % block_size[1] == 0
+
+
+def _compiled(call: Call, block_size: tuple[int, int], options: dict[str, int], *, one_list: bool = False) -> Ready:
     # Past its recompile limit PyTorch would run the eager reference: so a fresh start for each setting, and fullgraph,
     # which makes that an error.
     torch._dynamo.reset()
     compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    block_mask = None if call.mask is None else flex_mask(call, block_size)
+    block_mask = None if call.mask is None else flex_mask(call, block_size, one_list=one_list)
     query, key, value, scale, grouped = call.query, call.key, call.value, call.scale, call.is_grouped
     kernel_options = options or None
 
@@ -67,25 +87,22 @@ def _compiled(call: Call, block_size: tuple[int, int], options: dict[str, int]) 
     return Ready(run, 0 if block_mask is None else _held_bytes(block_mask))
 
 
-def flex_mask(call: Call, block_size: tuple[int, int]) -> FlexMask:
+def flex_mask(call: Call, block_size: tuple[int, int], *, one_list: bool = False) -> FlexMask:
     """The call's mask as FlexAttention takes it: exact lists of full and partial blocks, and a mask_mod for the latter.
 
-    Built from the mask's terms, so that nothing of N x N is needed, which `create_block_mask` would.
+    Built from the mask's terms, so that nothing of N x N is needed, which `create_block_mask` would. one_list: of the
+    active blocks alone, all taken as full, without a mask_mod; the kernel then has one loop instead of two.
     """
     assert call.mask is not None
     seqlen_q, seqlen_kv = call.query.shape[2], call.key.shape[2]
     active, is_full = classify_tiles(canonical(call.mask, seqlen_q, seqlen_kv), *block_size, call.query.device)
     # FlexAttention cuts the last blocks at the lengths itself, so a cut block is full too if all its pairs are active;
     # classify_tiles leaves it partial, which is right and costs one evaluated block a row.
-    partial_counts, partial_indices = _listed(active & ~is_full)
-    full_counts, full_indices = _listed(is_full)
+    lists = _listed(active) if one_list else (*_listed(active & ~is_full), *_listed(is_full))
     mask: FlexMask = FlexMask.from_kv_blocks(
-        partial_counts,
-        partial_indices,
-        full_counts,
-        full_indices,
+        *lists,  # type: ignore[misc]
         BLOCK_SIZE=block_size,
-        mask_mod=mask_mod_of(call.mask, seqlen_q, seqlen_kv),
+        mask_mod=None if one_list else mask_mod_of(call.mask, seqlen_q, seqlen_kv),
         seq_lengths=(seqlen_q, seqlen_kv),
     )
     return mask

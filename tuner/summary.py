@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from tilewright.tuner.active_pairs import row_active_pairs
+from tilewright.tuner.bench import OWN, BenchRow
 from tilewright.tuner.history import fairest_baseline
 from tilewright.tuner.progress import ProblemResult, Status, TuneReport
 
@@ -55,34 +57,39 @@ def _problem(result: ProblemResult) -> dict[str, Any]:
 def _rows(result: ProblemResult, report: TuneReport) -> list[dict[str, Any]]:
     times: list[tuple[str, float | None, str | None]] = []
     if result.winner is not None:
-        times.append(("tilewright", result.time_us, result.winner.name))
+        times.append((OWN, result.time_us, result.winner.name))
     if result.default is not None and result.default_time_us is not None:
         times.append(("tilewright_default", result.default_time_us, result.default.name))
     times += [(name, time_us, None) for name, time_us in result.baselines.items()]
     rows = [_row(result, report, *entry) for entry in times]
     if result.winner is None:
         error = result.message or ("not reached" if result.status is Status.UNREACHED else "no winner")
-        rows.insert(0, {**_row(result, report, "tilewright", None, None), "error": error})
+        rows.insert(0, {**_row(result, report, OWN, None, None), "error": error})
     return rows
 
 
 def _row(
     result: ProblemResult, report: TuneReport, implementation: str, time_us: float | None, variant: str | None
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "workload": result.row.name,
-        "implementation": implementation,
-        "device": report.target.environment.device,
-        "time_ms": time_us / 1e3 if time_us else None,
-        "tflops": None,
-        "extra_mib": None,
-        "max_error": result.max_error if implementation == "tilewright" else None,
-        "variant": variant,
-    }
+    shape = result.row
+    row = BenchRow(
+        shape.name,
+        implementation,
+        report.target.environment.device,
+        time_ms=time_us / 1e3 if time_us else None,
+        max_error=result.max_error if implementation == OWN else None,
+        variant=variant,
+        seqlen_q=shape.seqlen_q,
+        seqlen_kv=shape.seqlen_kv,
+    )
     if time_us:
-        pairs = row_active_pairs(result.row, report.target.devices[0])
-        row["tflops"] = 4 * result.problem.head_dim * pairs / time_us / 1e6
-    return row
+        pairs = row_active_pairs(shape, report.target.devices[0])
+        row = dataclasses.replace(
+            row,
+            tflops=4 * shape.head_dim * pairs / time_us / 1e6,
+            density=pairs / (shape.batch * shape.num_heads * shape.seqlen_q * shape.seqlen_kv),
+        )
+    return row.to_dict()
 
 
 def _ratio(other_us: float | None, time_us: float | None) -> float | None:

@@ -19,13 +19,17 @@ from tilewright.tuner.mask_text import MaskShape, parse_mask
 
 TARGET_KINDS = ("cpu", "cuda")
 
+AXES = ("length", "density")
+"""What the rows of a workload may be a series along: seqlen_q, or the fraction of pairs that are active."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRow:
     """One attention call: sizes in tokens and elements, the mask as text (see `mask_text.parse_mask`).
 
     num_kv_heads, seqlen_kv: 0 stands for num_heads, seqlen_q, and is replaced by them.
-    targets: the kinds of device the row is meant for.
+    targets: the kinds of device the row is meant for. beside: an earlier row whose time this one's is divided by, in a
+    benchmark; empty for none.
     Raises `InvalidInput` that names the field, what it got and what is allowed.
     """
 
@@ -40,6 +44,7 @@ class WorkloadRow:
     mask: str = "full()"
     seed: int = 0
     targets: tuple[str, ...] = TARGET_KINDS
+    beside: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
@@ -106,11 +111,12 @@ class WorkloadRow:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A named list of rows."""
+    """A named list of rows; `along` is one of `AXES` where they are a series, else empty."""
 
     name: str
     description: str
     rows: tuple[WorkloadRow, ...]
+    along: str = ""
 
     def rows_for(self, target: str) -> tuple[WorkloadRow, ...]:
         """The rows meant for an architecture name or device kind; raises `InvalidInput` where there are none."""
@@ -152,10 +158,13 @@ def parse_workload(text: str, source: str) -> Workload:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidInput(f"{source}: not TOML: {error}") from error
-    _known_keys(document, ("description", "row"), source)
+    _known_keys(document, ("description", "along", "row"), source)
     description = document.get("description", "")
     if not isinstance(description, str):
         raise InvalidInput(f"{source}: description must be text; got {description!r}")
+    along = document.get("along", "")
+    if along not in ("", *AXES):
+        raise InvalidInput(f"{source}: along must be {' or '.join(AXES)}; got {along!r}")
     tables = document.get("row", [])
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise InvalidInput(f"{source}: a workload is a list of [[row]] tables; got none")
@@ -164,11 +173,16 @@ def parse_workload(text: str, source: str) -> Workload:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise InvalidInput(f"{source}: row names must differ; got {', '.join(repeated)} more than once")
-    return Workload(Path(source).stem, description, rows)
+    for index, row in enumerate(rows):
+        if row.beside and row.beside not in names[:index]:
+            where = f"{source}: row {index + 1} ({row.name})"
+            allowed = "; ".join(names[:index]) or "there is none"
+            raise InvalidInput(f"{where}: beside must name an earlier row ({allowed}); got {row.beside!r}")
+    return Workload(Path(source).stem, description, rows, along)
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(WorkloadRow)}
-_TEXTS, _LISTS = ("name", "dtype", "mask"), ("targets",)
+_TEXTS, _LISTS = ("name", "dtype", "mask", "beside"), ("targets",)
 
 
 def _row(table: dict[str, Any], where: str) -> WorkloadRow:

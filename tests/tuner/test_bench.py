@@ -12,12 +12,17 @@ from tilewright.generator.errors import InvalidInput, WrongResult
 from tilewright.runtime import masks
 from tilewright.tuner.active_pairs import active_pairs, row_active_pairs
 from tilewright.tuner.bench import Bench, BenchRow, bench_device, check, own
+from tilewright.tuner.ceiling import matmul_tflops, matrix_ceiling
 from tilewright.tuner.expected import expect
 from tilewright.tuner.memory import peak_bytes, tensor_bytes
 from tilewright.tuner.peers import ANOTHER_FUNCTION, Call, Peer, Ready, Setting, all_peers
+from tilewright.tuner.timing import Stopwatch
 from tilewright.tuner.workloads import WorkloadRow
 
-KEYS = {"workload", "implementation", "device", "time_ms", "tflops", "extra_mib", "max_error", "variant", "error"}
+KEYS = {
+    *("workload", "implementation", "device", "time_ms", "tflops", "extra_mib", "max_error", "variant", "error"),
+    *("seqlen_q", "seqlen_kv", "density", "ceiling_tflops", "ceiling_percent", "beside_ratio"),
+}
 ROW = WorkloadRow("small", "float32", 32, 2, 96, mask="sliding_window(8, 8) | global_stride(32)")
 
 
@@ -51,9 +56,57 @@ def test_rows_of_our_own_and_of_peers_have_every_figure(bench: Bench) -> None:
         assert row.max_error is not None
         assert row.max_error < 1e-5
         # active pairs only, for the dense implementation too
-        assert row.tflops == pytest.approx(4 * 32 * row_active_pairs(ROW, "cpu") / row.time_ms / 1e9)
+        pairs = row_active_pairs(ROW, "cpu")
+        assert row.tflops == pytest.approx(4 * 32 * pairs / row.time_ms / 1e9)
+        assert (row.seqlen_q, row.seqlen_kv, row.density) == (96, 96, pairs / (2 * 96 * 96))
+        assert row.ceiling_tflops is row.ceiling_percent is row.beside_ratio is None
     assert "forward_cpu/" in str(rows[0].variant)
     assert str(rows[1].variant).startswith(ANOTHER_FUNCTION)
+    assert [row.is_another_function for row in rows] == [False, True, False]
+
+
+def test_rates_are_told_as_a_percentage_of_a_matrix_product_s(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = matmul_tflops(torch.device("cpu"), torch.float32, Stopwatch("cpu"), 64)
+    assert 0 < measured < 100
+    for dtype in (torch.float32, torch.bfloat16):
+        assert matrix_ceiling(torch.device("cpu"), dtype, Stopwatch("cpu")) is None
+    ceilings: list[str] = []
+
+    def ceiling(device: torch.device, dtype: torch.dtype, stopwatch: Stopwatch) -> float:
+        ceilings.append(str(dtype))
+        return measured
+
+    monkeypatch.setattr("tilewright.tuner.bench.matrix_ceiling", ceiling)
+    fresh = Bench(torch.device("cpu"))
+    rows = [row for _ in range(2) for row in fresh.rows(ROW, [own(), _peer(unfit="no")], named=True)]
+    assert ceilings == ["torch.float32"], "once in a run"
+    assert [row.ceiling_tflops for row in rows] == [measured] * 4
+    assert rows[1].ceiling_percent is None
+    for row in rows[::2]:
+        assert row.tflops is not None
+        assert row.ceiling_percent == pytest.approx(100 * row.tflops / measured)
+
+
+def test_a_peer_that_takes_too_long_begins_no_further_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def settings(call: Call) -> Iterator[Setting]:
+        def make() -> Ready:
+            nonlocal now
+            now += 10
+            out = _masked(call)
+            return Ready(lambda: out)
+
+        return iter([Setting(name, make) for name in ("first", "second", "third")])
+
+    monkeypatch.setattr("tilewright.tuner.bench.time.monotonic", lambda: now)
+    (row,) = Bench(torch.device("cpu"), peer_seconds=15).rows(ROW, [Peer("stub", lambda call: None, settings)])
+    assert str(row.variant).endswith(", best of the first 2")
+    assert now == 20
+    (row,) = Bench(torch.device("cpu"), peer_seconds=1).rows(ROW, [Peer("stub", lambda call: None, settings)])
+    assert row.variant == "first, best of the first 1"
+    (row,) = Bench(torch.device("cpu")).rows(ROW, [Peer("stub", lambda call: None, settings)])
+    assert row.variant in ("first", "second", "third")
 
 
 def test_the_fastest_right_setting_counts(bench: Bench) -> None:

@@ -76,7 +76,7 @@ def test_the_plot_is_a_picture_or_a_reason(tmp_path: Path, monkeypatch: pytest.M
     pytest.importorskip("matplotlib")
     assert ladder.write_plot(rows, tmp_path / "ladder.png") is None
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert "matplotlib is not installed" in str(ladder.write_plot(rows, tmp_path / "none.png"))
     assert not (tmp_path / "none.png").exists()
 

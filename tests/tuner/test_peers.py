@@ -17,7 +17,8 @@ from tilewright.runtime.masks import Mask
 from tilewright.tuner import peers_fa4
 from tilewright.tuner.oracle import oracle
 from tilewright.tuner.peers import ANOTHER_FUNCTION, Call, all_peers, peers_named
-from tilewright.tuner.peers_flex import flex, flex_mask, mask_mod_of
+from tilewright.tuner.peers_flex import _kernel_options, flex, flex_mask, mask_mod_of
+from tilewright.tuner.workloads import WorkloadRow, load_workload
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_KV = 2, 4, 100, 140
 
@@ -110,6 +111,27 @@ def test_flex_compiled_agrees_with_the_oracle() -> None:
     assert ready.held_bytes > 0
 
 
+def test_flex_takes_a_block_mask_as_one_list_without_a_predicate() -> None:
+    active = _random(HEADS, 3, 3, density=0.5)
+    active[..., 0] = True
+    call = _call(masks.block_mask(active, (64, 64)), seqlen_q=SEQLEN_KV)
+    settings = {setting.name: setting for setting in flex([(128, 128), (64, 64), (64, 32)]).settings(call)}
+    assert list(settings) == ["default", "64x64, one list", "64x64", "64x32, one list", "64x32"]
+    expected, _ = oracle(call.query, call.key, call.value, call.mask, call.scale)
+    with torch.no_grad():
+        torch.testing.assert_close(settings["64x64, one list"].make().run().double(), expected, rtol=0, atol=1e-5)
+    window = _call(masks.sliding_window(20, 5), seqlen_q=SEQLEN_KV)
+    assert [setting.name for setting in flex([(64, 64)]).settings(window)] == ["default", "64x64"]
+
+
+def test_flex_gives_64_rows_one_warpgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _call(masks.causal(), seqlen_q=SEQLEN_KV)
+    assert _kernel_options(call, (64, 32)) == {}
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert _kernel_options(call, (64, 32)) == {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4}
+    assert _kernel_options(call, (128, 64)) == {"BLOCK_M": 128, "BLOCK_N": 64}
+
+
 def test_sdpa_peers_compute_what_they_claim() -> None:
     call = _call(masks.sliding_window(20, 5), kv_heads=2)
     peers = all_peers()
@@ -120,8 +142,47 @@ def test_sdpa_peers_compute_what_they_claim() -> None:
         torch.testing.assert_close(setting.make().run().double(), expected, rtol=0, atol=1e-5)
     (setting,) = peers["sdpa_dense"].settings(call)
     assert setting.name.startswith(ANOTHER_FUNCTION)
-    assert peers["sdpa_dense"].ignores_mask
-    assert not peers["sdpa_masked"].ignores_mask
+    assert peers["sdpa_dense"].computes(call) is None
+    assert peers["sdpa_masked"].computes(call) is call.mask
+
+
+@pytest.mark.parametrize(
+    ("mask", "seqlen_q", "name"),
+    [
+        (None, SEQLEN_Q, "full"),
+        (masks.causal(), SEQLEN_KV, "causal"),
+        (masks.sliding_window(SEQLEN_KV - 1, 0), SEQLEN_KV, "causal"),  # a window that cuts nothing
+        (masks.sliding_window(20, 0), SEQLEN_KV, f"{ANOTHER_FUNCTION}, causal"),
+        (masks.causal() & masks.global_stride(9), SEQLEN_KV, f"{ANOTHER_FUNCTION}, causal"),
+        (masks.sliding_window(20, 5), SEQLEN_KV, f"{ANOTHER_FUNCTION}, full"),
+        (masks.causal(), SEQLEN_Q, f"{ANOTHER_FUNCTION}, full"),  # PyTorch aligns the first query, we the last
+    ],
+    ids=["none", "causal", "wide window", "causal window", "causal stride", "window", "causal, ragged"],
+)
+def test_dense_attention_is_causal_where_no_query_sees_a_later_key(mask: Mask | None, seqlen_q: int, name: str) -> None:
+    call, dense = _call(mask, seqlen_q=seqlen_q), all_peers()["sdpa_dense"]
+    (setting,) = dense.settings(call)
+    assert setting.name == f"{name}, PyTorch's choice"
+    expected, _ = oracle(call.query, call.key, call.value, dense.computes(call), call.scale)
+    torch.testing.assert_close(setting.make().run().double(), expected, rtol=0, atol=1e-5)
+    if not name.startswith(ANOTHER_FUNCTION):
+        same, _ = oracle(call.query, call.key, call.value, mask, call.scale)
+        assert torch.equal(expected, same)
+
+
+def test_fused_kernels_stand_in_for_a_mask_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _call(masks.sliding_window(20, 0), seqlen_q=SEQLEN_KV)
+    peers = all_peers()
+    assert "no mask but causal" in str(peers["sdpa_flash"].unfit(call))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert "float16 and bfloat16" in str(peers["sdpa_flash"].unfit(call))
+    half = Call(*(t.half() for t in (call.query, call.key, call.value)), call.mask, call.scale)
+    for name in ("sdpa_flash", "sdpa_cudnn"):
+        assert peers[name].unfit(half) is None
+        (setting,) = peers[name].settings(half)
+        assert setting.name == f"{ANOTHER_FUNCTION}, causal"
+        assert peers[name].computes(half).spec == "causal()"  # type: ignore[union-attr]
+    assert "no mask but causal" in str(peers["sdpa_efficient"].unfit(half))
 
 
 def test_a_fused_kernel_with_its_own_causal_flag() -> None:
@@ -175,7 +236,9 @@ def _fake_flash_attention(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, obj
             grid.scatter_(-1, indices.long(), order)
             pairs = grid.repeat_interleave(blocks.block_size[0], 2).repeat_interleave(blocks.block_size[1], 3)
             active = pairs[:, :, : q.shape[2], : k.shape[2]]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=active, scale=float(str(options["softmax_scale"])))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=active, scale=float(str(options["softmax_scale"])), enable_gqa=True
+        )
         return out.transpose(1, 2), None
 
     interface, sparsity = types.ModuleType("flash_attn.cute.interface"), types.ModuleType("flash_attn.cute.b")
@@ -217,6 +280,40 @@ def test_fa4_gets_bands_in_its_own_words(
     (setting,) = peers_fa4.fa4().settings(_call(mask))
     setting.make().run()
     assert calls == [{"softmax_scale": 0.25, **options}]
+
+
+def test_fa4_takes_grouped_heads_together_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _fake_flash_attention(monkeypatch)
+    call = _call(masks.sliding_window(20, 0), seqlen_q=SEQLEN_KV, kv_heads=2)
+    settings = list(peers_fa4.fa4().settings(call))
+    assert [setting.name for setting in settings] == ["band", "band, heads apart"]
+    band = {"softmax_scale": 0.25, "causal": False, "window_size": (20, 0)}
+    for setting in settings:
+        setting.make().run()
+    assert calls == [band, {**band, "pack_gqa": False}]
+
+
+ANCHOR_SETTINGS = {
+    "W1": ["band"],
+    "W2": ["band", "band, heads apart"],
+    "W3": ["128x128", "128x64", "64x128", "64x64"],
+    "W4": ["64x64"],
+    "W5": ["64x64"],
+    "W6": ["128x128", "128x64", "64x128", "64x64"],
+}
+
+
+@pytest.mark.parametrize("row", load_workload("anchors").rows[:6], ids=lambda row: row.name.split()[0])
+def test_fa4_has_settings_for_the_anchors_it_can_answer(row: WorkloadRow, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
+    query = empty.expand(1, row.num_heads, row.seqlen_q, row.head_dim)
+    key = empty.expand(1, row.num_kv_heads, row.seqlen_kv, row.head_dim)
+    call = Call(query, key, key, row.make_mask(), 1.0)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(peers_fa4.importlib.util, "find_spec", lambda name: object())  # type: ignore[attr-defined]
+    peer = peers_fa4.fa4()
+    assert peer.unfit(call) is None
+    assert [setting.name for setting in peer.settings(call)] == ANCHOR_SETTINGS[row.name.split()[0]]
 
 
 def test_peers_are_chosen_by_name() -> None:

@@ -12,6 +12,10 @@ from tilewright.generator.space import default_variant
 from tilewright.tuner.mask_text import MaskShape, parse_mask
 from tilewright.tuner.workloads import WorkloadRow, load_workload, parse_workload, shipped_workloads
 
+SHIPPED = {
+    *("anchors", "blocksparse", "dense", "density", "longcontext", "longformer", "quick", "scaling", "skew"),
+}
+
 SHAPE = MaskShape(batch=2, num_heads=3, seqlen_q=96, seqlen_kv=96, seed=7)
 
 ROW = """
@@ -31,10 +35,10 @@ def dense(text: str, shape: MaskShape = SHAPE) -> torch.Tensor:
 
 
 def test_shipped_names() -> None:
-    assert set(shipped_workloads()) == {"anchors", "blocksparse", "dense", "longcontext", "longformer", "quick"}
+    assert set(shipped_workloads()) == SHIPPED
 
 
-@pytest.mark.parametrize("name", ["anchors", "blocksparse", "dense", "longcontext", "longformer", "quick"])
+@pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_every_shipped_row_has_a_kernel(name: str) -> None:
     workload = load_workload(name)
     assert workload.description
@@ -90,7 +94,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
             id="no-target",
         ),
         pytest.param("[[row]] -> [[row", "not TOML", id="toml"),
-        pytest.param("[[row]] -> [rows]", "unknown key rows; allowed: description, row", id="no-rows"),
+        pytest.param("[[row]] -> [rows]", "unknown key rows; allowed: description, along, row", id="no-rows"),
     ],
 )
 def test_mistakes_name_file_row_and_key(change: str, said: str) -> None:
@@ -143,6 +147,68 @@ def test_random_blocks_have_their_density_and_no_empty_row() -> None:
     assert bool(blocks.any(-1).all())
 
 
+def test_a_count_of_blocks_is_exact() -> None:
+    mask = parse_mask("random_blocks(16, 16, count=5, per_head=true)", SHAPE)
+    assert mask is not None
+    blocks = mask.tensors[0]
+    assert blocks.shape == (1, 3, 6, 6)
+    assert bool((blocks.sum(-1) == 5).all())
+    assert not torch.equal(blocks[0, 0], blocks[0, 1])
+
+
+def test_one_row_of_blocks_in_so_many_has_so_many_times_more() -> None:
+    shape = MaskShape(1, 2, 704, 704)
+    text = "skewed_blocks(16, 16, count=5, every=8, times=7, per_head=true)"
+    mask, again = parse_mask(text, shape), parse_mask(text, shape)
+    assert mask is not None
+    assert again is not None
+    assert torch.equal(mask.tensors[0], again.tensors[0])
+    counts = mask.tensors[0].sum(-1)
+    assert set(counts.unique().tolist()) == {5, 35}
+    runs = (counts == 35)[0, :, :40].unflatten(-1, (5, 8))  # 44 rows of blocks: 5 whole runs of 8
+    assert bool((runs.sum(-1) == 1).all())
+    assert len({tuple(run) for run in runs[0].tolist()}) > 1, "not the same row of each run"
+
+
+def test_the_skewed_rows_have_as_many_blocks_as_the_balanced_ones() -> None:
+    rows = {row.name: row for row in load_workload("skew").rows}
+    skewed = [row for row in rows.values() if row.beside]
+    assert [row.targets for row in skewed] == [("cpu",), ("cuda",), ("cuda",)]
+    for row in skewed:
+        heavy, even = row.make_mask(), rows[row.beside].make_mask()
+        assert heavy is not None
+        assert even is not None
+        assert heavy.tensors[0].sum() == even.tensors[0].sum()
+        counts = heavy.tensors[0].sum(-1).flatten()
+        assert counts.max() == 8 * counts.min()
+        assert (counts == counts.max()).float().mean() == 1 / 16
+        fields = ("dtype", "head_dim", "num_heads", "seqlen_q", "targets")
+        assert all(getattr(row, name) == getattr(rows[row.beside], name) for name in fields)
+
+
+def test_series_are_along_what_they_say() -> None:
+    scaling = load_workload("scaling")
+    assert scaling.along == "length"
+    assert [row.seqlen_q for row in scaling.rows_for("cuda")] == [2**i for i in range(10, 18)]
+    density = load_workload("density")
+    assert density.along == "density"
+    assert {row.seqlen_q for row in density.rows_for("cuda")} == {16384}
+    densities = [float(row.make_mask().tensors[0].float().mean()) for row in density.rows_for("cuda")]  # type: ignore[union-attr]
+    assert densities == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0], abs=0.01)
+    assert densities[-1] == 1.0
+
+
+def test_a_row_is_shown_beside_an_earlier_one_only() -> None:
+    second = ROW.replace('"mine"', '"other"')
+    workload = parse_workload(ROW + second + 'beside = "mine"\n', "mine.toml")
+    assert workload.rows[1].beside == "mine"
+    said = r"mine.toml: row 1 \(mine\): beside must name an earlier row \(there is none\); got 'other'"
+    with pytest.raises(InvalidInput, match=said):
+        parse_workload(ROW + 'beside = "other"\n' + second, "mine.toml")
+    with pytest.raises(InvalidInput, match=r"mine\.toml: along must be length or density; got 'heads'"):
+        parse_workload('along = "heads"\n' + ROW, "mine.toml")
+
+
 def test_documents_and_tokens() -> None:
     assert torch.equal(dense("document(32, 64)")[0, 0], torch.block_diag(torch.ones(32, 32), torch.ones(64, 64)).bool())
     assert torch.equal(dense("global_tokens([5, 0])")[0, 0, 3].nonzero().flatten(), torch.tensor([0, 5]))
@@ -173,7 +239,12 @@ def test_full_is_no_mask() -> None:
         ("global_stride(open('x'))", "must be numbers, true, false or lists"),
         ("global_stride(*[8])", "must be numbers, true, false or lists"),
         ("random_blocks(8, 8, density=2)", "density must be between 0 and 1; got 2"),
-        ("random_blocks(8, 8)", "expected random_blocks"),
+        ("random_blocks(8, 8)", "random_blocks takes either density=x or count"),
+        ("random_blocks(8, 8, density=0.1, count=3)", "random_blocks takes either density=x or count"),
+        ("random_blocks(8, 8, count=13)", "a row of blocks has 12 blocks; got 13"),
+        ("skewed_blocks(8, 8, count=2, every=4)", "expected skewed_blocks"),
+        ("skewed_blocks(8, 8, count=2, every=0, times=2)", "skewed_blocks every must be an integer of 1 or more"),
+        ("skewed_blocks(8, 8, count=2, every=4, times=7)", "a row of blocks has 12 blocks; got 14"),
         ("random_blocks(8, 8, density=0.1, per_head=1)", "per_head must be true or false; got 1"),
         ("document(32, 32)", "lengths must sum to seqlen_q 96; got 64"),
         ("document()", "either the lengths of its segments or count"),

@@ -26,7 +26,8 @@ PIPE_WIDTH = 200
 
 DESCRIPTION = """\
 Time tilewright and its peers on the same inputs, each at its best setting, each checked against fp64, caches flushed
-between runs. Losses are shown. A row that ignores the mask says so and does not count as the best peer.
+between runs. Losses are shown. A row that ignores the mask says so and does not count as the best peer. What the
+columns mean is in docs/tuning.md; `tilewright plot` draws what --json wrote.
 
 --suite ladder times the steps from one thread a query to gathered tiles on tensor cores, at 64 to 8192 tokens, and
 writes ladder.csv and ladder.png.
@@ -50,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--json", metavar="FILE", help="write the rows as JSON; - is standard output, without a table")
     add("--peers", metavar="A,B", help="only these peers, or none (default: all that can answer the call)")
     add("--rows", metavar="TEXT", help="only the rows whose name contains this")
+    add("--peer-time", type=float, metavar="S", help="after so many seconds on a row a peer begins no further setting")
     add("--out", type=Path, default=Path(), metavar="DIR", help="where ladder.csv and ladder.png go")
     add("--lengths", type=_lengths, metavar="N,N", help="lengths of the ladder (default: 64,128,...,8192)")
     parser.set_defaults(run=run)
@@ -62,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     device = bench_device(args.target)
     console = _console(to_stderr=args.json == "-")
     with _status(console) as say:
-        bench = Bench(device, lambda workload, implementation: say(f"{workload}: {implementation}"))
+        bench = Bench(
+            device, lambda workload, implementation: say(f"{workload}: {implementation}"), peer_seconds=args.peer_time
+        )
         rows = _ladder(args, bench, console) if args.suite == LADDER else _suite(args, bench, console)
     if args.json:
         _write(args.json, rows)
@@ -71,23 +75,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _suite(args: argparse.Namespace, bench: Bench, console: Console) -> list[BenchRow]:
     from tilewright.tuner.bench import own
+    from tilewright.tuner.comparison import crossings, ratio_line, with_ratios
     from tilewright.tuner.peers import all_peers, peers_named
     from tilewright.tuner.workloads import load_workload
 
+    workload = load_workload(args.suite)
     peers = list(all_peers().values()) if args.peers is None else peers_named(args.peers)
-    chosen = [
-        row for row in load_workload(args.suite).rows_for(bench.device.type) if not args.rows or args.rows in row.name
-    ]
+    chosen = [row for row in workload.rows_for(bench.device.type) if not args.rows or args.rows in row.name]
     if not chosen:
         raise InvalidInput(f"no row of {args.suite} for {bench.device.type} has {args.rows!r} in its name")
     rows: list[BenchRow] = []
+    said: list[str] = []
     for row in chosen:
         found = list(bench.rows(row, [own(), *peers], named=args.peers is not None))
+        if row.beside:
+            found = with_ratios(found, rows, row.beside)
+            said += [line] if (line := ratio_line(found, row.beside)) else []
         rows += found
         if args.json != "-":
             console.print(suite_table(found))
             if args.json:
                 _write(args.json, rows)  # so far: a long run that is cut short keeps what it has
+    if workload.along and any(row.time_ms is not None for row in rows):
+        said += [crossing.text for crossing in crossings(rows, workload.along)]
+    if args.json != "-":
+        for line in said:
+            console.print(line, markup=False)
     return rows
 
 
@@ -115,9 +128,11 @@ def suite_table(rows: Sequence[BenchRow]) -> Table:
     from rich.table import Table
 
     best = best_peer(rows)
-    table = Table(title=escape(f"{rows[0].workload} ({rows[0].device})"), title_justify="left")
+    ceiling = rows[0].ceiling_tflops
+    told = "" if ceiling is None else f", ceiling {ceiling:.0f} TFLOP/s"
+    table = Table(title=escape(f"{rows[0].workload} ({rows[0].device}{told})"), title_justify="left")
     table.add_column("implementation")
-    for column in ("ms", "x best peer", "TFLOP/s", "extra MiB", "max error"):
+    for column in ("ms", "x best peer", "TFLOP/s", "% ceiling", "extra MiB", "max error"):
         table.add_column(column, justify="right")
     table.add_column("variant, or what failed", overflow="fold")
     for row in rows:
@@ -126,6 +141,7 @@ def suite_table(rows: Sequence[BenchRow]) -> Table:
             _figure(row.time_ms, ".3f"),
             _ratio(row, best),
             _figure(row.tflops, ".3g"),
+            _figure(row.ceiling_percent, ".1f"),
             _figure(row.extra_mib, ".1f"),
             _figure(row.max_error, ".1e"),
             escape(row.error or row.variant or ""),
@@ -136,14 +152,10 @@ def suite_table(rows: Sequence[BenchRow]) -> Table:
 
 def best_peer(rows: Sequence[BenchRow]) -> float | None:
     """The fastest time in ms among the others that compute the same function; None where there is none."""
-    from tilewright.tuner.peers import ANOTHER_FUNCTION
-
     times = [
         row.time_ms
         for row in rows
-        if row.implementation != "tilewright"
-        and row.time_ms is not None
-        and not (row.variant or "").startswith(ANOTHER_FUNCTION)
+        if row.implementation != "tilewright" and row.time_ms is not None and not row.is_another_function
     ]
     return min(times, default=None)
 
