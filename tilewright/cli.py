@@ -11,7 +11,20 @@ from collections.abc import Sequence
 from tilewright.generator.errors import TilewrightError
 from tilewright.runtime.environment import tilewright_version
 
-COMMANDS = ("tune", "db", "generate", "bench", "explain", "profile", "verify", "check", "doctor")
+COMMANDS = (
+    "tune",
+    "sweep",
+    "replay",
+    "db",
+    "generate",
+    "bench",
+    "plot",
+    "explain",
+    "profile",
+    "verify",
+    "check",
+    "doctor",
+)
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130

@@ -88,11 +88,13 @@ class Crew:
         wanted: Callable[[Job], bool],
         limit_us: Callable[[], float | None],
         timeout_s: float,
+        how: Callable[[Worker, Kernel, Path, float | None, float], Measured] = Worker.measure,
     ) -> Iterator[Step]:
         """Measure the jobs, split over the devices; yields two steps for each, as it starts and when it is done.
 
         wanted: asked before each one, its device already held; False leaves it out. May be called from any thread.
         limit_us: asked before each one; a variant clearly slower than that many microseconds stops early.
+        how: `Worker.measure` or `Worker.survey`.
         """
 
         def steps_of(job: Job, device: str) -> Iterator[Step]:
@@ -100,7 +102,7 @@ class Crew:
                 if wanted(job):
                     worker = self._ready(device)
                     yield Step(job, device, None)
-                    yield Step(job, device, worker.measure(job.kernel, job.artifact, limit_us(), timeout_s))
+                    yield Step(job, device, how(worker, job.kernel, job.artifact, limit_us(), timeout_s))
 
         if len(self.devices) == 1 or len(jobs) == 1:
             for job in jobs:

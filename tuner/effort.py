@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from tilewright.generator.errors import InvalidInput
 from tilewright.generator.variant import VariantSpec
-from tilewright.tuner.search import Exhaustive, OptunaTpe, Strategy, diverse
+from tilewright.tuner.search import Exhaustive, Strategy
+from tilewright.tuner.strategies import Start, strategy_named
+
+STRATEGY = "tpe"
+"""What searches a space that is not measured whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +65,4 @@ def strategy_for(
     first = [spec for spec in dict.fromkeys((default, *warm)) if spec in set(candidates)]
     if len(candidates) <= effort.exhaustive_up_to:
         return Exhaustive((*first, *candidates))
-    return OptunaTpe(candidates, first=(*first, *diverse(candidates, effort.seeds, first)), seed=seed)
+    return strategy_named(STRATEGY)(Start(candidates, first, effort.seeds, seed))

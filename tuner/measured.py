@@ -13,7 +13,8 @@ class Measured:
 
     time_us: the median, None unless the outcome is ok. times_us: every sample. stopped_early: clearly slower than
     the limit it was given, so timed with few samples. max_error, rms_error: absolute, from the verification; None
-    where it did not come that far. worst_ratio: the largest error over its bound. registers: a thread; 0 on the CPU.
+    where it did not come that far. worst_ratio: the largest error over its bound. registers, local_bytes: a thread's;
+    0 on the CPU.
     """
 
     outcome: Outcome
@@ -24,5 +25,6 @@ class Measured:
     message: str = ""
     registers: int = 0
     smem_bytes: int = 0
+    local_bytes: int = 0
     worst_ratio: float | None = None
     stopped_early: bool = False

@@ -39,6 +39,52 @@ class Exhaustive:
         self._left.pop(spec, None)
 
 
+class Guided:
+    """What strategies share that choose by what they were told: `left`, `times`, and a list that comes first.
+
+    candidates: the legal variants, cheapest-looking first. first: variants to propose before any choice, in order.
+    A subclass chooses with `choose`. A variant on its way is in `waiting`, one that failed has the time infinity.
+    """
+
+    def __init__(self, candidates: Sequence[VariantSpec], first: Sequence[VariantSpec] = ()) -> None:
+        self.left = dict.fromkeys(candidates)
+        self.times: dict[VariantSpec, float] = {}
+        self.waiting: dict[VariantSpec, None] = {}
+        self._first = [spec for spec in dict.fromkeys(first) if spec in self.left]
+
+    def choose(self, count: int) -> list[VariantSpec]:
+        """`count` different variants of `left`, which has at least as many."""
+        raise NotImplementedError
+
+    def propose(self, count: int) -> list[VariantSpec]:
+        """As `Strategy.propose`."""
+        self._first = [spec for spec in self._first if spec in self.left]
+        taken, self._first = self._first[:count], self._first[count:]
+        self._take(taken)
+        wanted = min(count - len(taken), len(self.left))
+        if wanted:
+            chosen = self.choose(wanted)
+            self._take(chosen)
+            taken += chosen
+        return taken
+
+    def _take(self, specs: Iterable[VariantSpec]) -> None:
+        for spec in specs:
+            del self.left[spec]
+            self.waiting[spec] = None
+
+    def tell(self, spec: VariantSpec, time_us: float | None) -> None:
+        """As `Strategy.tell`; a second report of a variant changes nothing, nor does one of a stranger."""
+        if spec in self.left or spec in self.waiting:
+            self.left.pop(spec, None)
+            self.waiting.pop(spec, None)
+            self.times[spec] = math.inf if time_us is None else time_us
+
+    def fastest(self) -> list[VariantSpec]:
+        """What ran, fastest first."""
+        return sorted((spec for spec, time in self.times.items() if time < math.inf), key=lambda spec: self.times[spec])
+
+
 class OptunaTpe:
     """Tree-structured Parzen estimators over the candidates' axes (Bergstra et al. 2011; Optuna's TPESampler).
 

@@ -16,6 +16,15 @@ CPU_CACHE_LIMIT_BYTES = 64 << 20
 """Servers report last-level caches of hundreds of MiB, shared by cores that are not ours; flushing more than this
 costs longer than most runs and changes no order between variants."""
 
+TIMING_S = 0.5
+"""How long one run is timed, unless told otherwise."""
+
+SURVEY_S = 0.125
+"""The same where a whole space is surveyed."""
+
+SHORT_RUN_US = 20_000.0
+"""An interruption can make a run shorter than this look ten times as long, but hardly a longer one."""
+
 LIMIT_SAMPLES = 3
 """A run is clearly too slow when the fastest of this many samples is over the limit."""
 
@@ -87,7 +96,7 @@ def time_kernel(
     limit_us: float | None = None,
     min_rounds: int = 5,
     max_rounds: int = 50,
-    budget_s: float = 0.5,
+    budget_s: float = TIMING_S,
     stopwatch: Stopwatch | None = None,
 ) -> Timing:
     """Time `run` on `device`, which must be otherwise idle.
@@ -116,6 +125,14 @@ def time_kernel(
             break
         times += watch.batch([run] * min(rounds, 8, max_rounds - len(times)))
     return Timing(statistics.median(times), tuple(times))
+
+
+def time_once(run: Run, limit_us: float, watch: Stopwatch) -> Timing:
+    """Time one call without a warm-up; stopped early where it takes longer than the limit, a short one twice."""
+    times = [watch.once(run)]
+    if limit_us < times[0] < SHORT_RUN_US:
+        times.append(watch.once(run))
+    return Timing(min(times), tuple(times), stopped_early=min(times) > limit_us)
 
 
 def interleaved(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from tilewright.tuner.timing import Stopwatch, cache_bytes, interleaved, time_kernel
+from tilewright.tuner.timing import Stopwatch, cache_bytes, interleaved, time_kernel, time_once
 
 
 class Scripted(Stopwatch):
@@ -50,6 +50,22 @@ def test_clearly_slow_runs_stop_early(times: list[float], samples: int, stopped:
     timing = time_kernel(lambda: None, "cpu", limit_us=100.0, max_rounds=9, budget_s=10.0, stopwatch=Scripted(times))
     assert timing.stopped_early is stopped
     assert timing.times_us == tuple(times[1 : 1 + samples])
+
+
+@pytest.mark.parametrize(
+    ("times", "samples", "stopped"),
+    [
+        pytest.param([99], 1, False, id="within the limit"),
+        pytest.param([101, 120], 2, True, id="short and over the limit twice"),
+        pytest.param([101, 99], 2, False, id="one interrupted call"),
+        pytest.param([50_000], 1, True, id="long"),
+    ],
+)
+def test_a_slow_run_is_called_no_more_than_it_takes_to_tell(times: list[float], samples: int, stopped: bool) -> None:
+    timing = time_once(lambda: None, 100.0, Scripted(times))
+    assert timing.stopped_early is stopped
+    assert timing.times_us == tuple(times[:samples])
+    assert timing.median_us == min(times)
 
 
 def test_interleaved_runs_take_turns_and_the_order_rotates() -> None:

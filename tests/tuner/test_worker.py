@@ -96,6 +96,24 @@ def test_an_impossible_limit_stops_early(worker: Worker, kernel: Kernel, good: P
     assert len(measured.times_us) <= 3
 
 
+def test_a_survey_checks_as_much_and_lets_the_slow_be(
+    worker: Worker, kernel: Kernel, good: Path, faulty: dict[str, Path]
+) -> None:
+    measured = worker.survey(kernel, good, limit_us=1e9)
+    assert measured.outcome is Outcome.OK, measured.message
+    assert not measured.stopped_early
+    assert len(measured.times_us) >= 5
+    assert "16 cases within bounds; tuned shape: " in measured.message
+    slow = worker.survey(kernel, good, limit_us=0.001)
+    assert slow.outcome is Outcome.OK
+    assert slow.stopped_early
+    assert len(slow.times_us) <= 2
+    assert slow.time_us == min(slow.times_us)
+    assert slow.message == "16 cases within bounds; too slow to repeat"
+    assert worker.survey(kernel, faulty["writes_zeros"]).outcome is Outcome.WRONG
+    assert worker.survey(kernel, faulty["segfault"]).outcome is Outcome.ILLEGAL
+
+
 @pytest.mark.parametrize(
     ("fault", "outcome", "message"),
     [

@@ -59,12 +59,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--time-limit",
-        type=_seconds,
+        type=positive_seconds,
         metavar="SECONDS",
         help="end the search by then; every problem gets an even share, and its best so far becomes its winner",
     )
     parser.add_argument("--db", metavar="URL", help="the database: a path or a SQLAlchemy URL")
-    parser.add_argument("--jobs", type=_jobs, metavar="N", help="compilers at once (default: by cores and memory)")
+    parser.add_argument(
+        "--jobs", type=positive_count, metavar="N", help="compilers at once (default: by cores and memory)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)")
     parser.add_argument("--json", action="store_true", help="print a summary as JSON; the progress goes to stderr")
     parser.set_defaults(run=run)
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     settings = TuneSettings(effort=args.effort, time_limit_s=args.time_limit, jobs=args.jobs, seed=args.seed)
     target = resolve_target(args.target)
     rows = workload.rows_for(target.arch)
-    with _termination_as_interrupt(), Store(args.db) as store:
+    with termination_as_interrupt(), Store(args.db) as store:
         with display_on_stderr(workload.name, settings.effort, store.label) as display:
             report = tune(rows, target, store, settings, display)
         database = store.label
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
+def termination_as_interrupt() -> Iterator[None]:
     """Let SIGTERM end the run as Ctrl-C does: in order, its child processes with it."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
@@ -117,7 +119,8 @@ def _termination_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
+    """An option's value in seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -127,7 +130,8 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _jobs(text: str) -> int:
+def positive_count(text: str) -> int:
+    """An option's value that counts something."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
     return int(text)
