@@ -61,9 +61,6 @@ def _legal_near(
 CANDIDATES = 12
 """Kernels that are made for each one chosen; more give a slightly shorter sample."""
 
-DRAWS = 200
-"""Variants drawn at random for a target before all of them are gone through; one in 5 to 20 is legal."""
-
 Choice = tuple[str, AxisValue]
 """An axis, or `dtype`, `head_dim`, `mask_terms`, `arch`, and its value; mask terms as text."""
 
@@ -150,7 +147,7 @@ def _met(kernel: Kernel) -> frozenset[Target]:
 
 
 class _Wanted:
-    """Draws values at random, those more often that more of the missing targets have."""
+    """Puts values in a random order, those rather first that more of the missing targets have."""
 
     def __init__(self, missing: Iterable[Target], generator: random.Random) -> None:
         self._generator = generator
@@ -159,14 +156,10 @@ class _Wanted:
             for choice in choices:
                 self._counts[family, choice] = self._counts.get((family, choice), 0) + 1
 
-    def draws(self, family: str, axes: Mapping[str, Sequence[AxisValue]]) -> Iterator[dict[str, AxisValue]]:
-        """One value of each axis, again and again."""
-        weights = {
-            axis: list(itertools.accumulate(self._weight(family, axis, value) for value in values))
-            for axis, values in axes.items()
-        }
-        while True:
-            yield {axis: self._generator.choices(values, cum_weights=weights[axis])[0] for axis, values in axes.items()}
+    def ordered(self, family: str, axis: str, values: Sequence[AxisValue]) -> tuple[AxisValue, ...]:
+        """All of the values; each is first as often as its weight is of all weights."""
+        drawn = [(self._generator.random() ** (1 / self._weight(family, axis, value)), value) for value in values]
+        return tuple(value for _, value in sorted(drawn, key=lambda pair: pair[0], reverse=True))
 
     def _weight(self, family: str, axis: str, value: AxisValue) -> float:
         choice = (axis, value)
@@ -210,39 +203,27 @@ class _FamilySpace:
             yield from ((self.family.name, ((axis, value),)) for value in self.values.get(axis, ()))
 
     def kernel_with(self, choices: Iterable[Choice], wanted: _Wanted) -> Kernel | None:
-        """A legal kernel with these choices, and more of what is wanted where that is easily had; else None."""
+        """A legal kernel with these choices, and of the rest rather what is wanted; None after trying everything."""
         asked = {axis: tuple(v for v in self.values.get(axis, ()) if v == value) for axis, value in choices}
         if "mask_terms" in asked:
             forms = asked.get("mask_form", self.family.mask_forms)
             asked["mask_form"] = tuple(form for form in forms if form != "scan")
-        axes = {**self.values, **asked}
-        if not all(axes.values()):
-            return None
-        for drawn in itertools.islice(wanted.draws(self.family.name, axes), DRAWS):
-            problem = self.problems.get(tuple(drawn[axis] for axis in _FIXED))
-            spec = VariantSpec.from_values(self.family.name, {axis: drawn[axis] for axis in self.axes})
-            if problem is not None and problem_reason(problem, spec) is None:
-                return kernel_of(problem, spec)
-        return self._first_with(asked)
-
-    def _first_with(self, asked: Mapping[str, tuple[AxisValue, ...]]) -> Kernel | None:
-        """The first legal kernel with what is asked for, after trying everything."""
+        ordered = {a: wanted.ordered(self.family.name, a, asked.get(a, values)) for a, values in self.values.items()}
         # What is asked for comes first: what is fixed early rules out the rest early.
-        narrowed = {axis: values for axis, values in asked.items() if axis in self.axes}
-        axes = {**narrowed, **{axis: values for axis, values in self.axes.items() if axis not in narrowed}}
+        axes = {a: ordered[a] for a in (*(a for a in self.axes if a in asked), *(a for a in self.axes if a not in asked))}
         tried: set[tuple[object, ...]] = set()
-        for fixed, problem in self.problems.items():
+        for fixed in itertools.product(*(ordered.get(axis, ()) for axis in _FIXED)):
+            problem = self.problems.get(fixed)
+            if problem is None:
+                continue
             forms = tuple(f for f in axes["mask_form"] if not mask_form_reason(str(f), problem.mask.terms))
             # Of a problem's mask, legality depends on the forms it allows, and for a scan on whether there is one.
             alike = (problem.target, problem.dtype, problem.head_dim, forms, problem.mask.terms == ())
-            if alike in tried or any(
-                value not in asked.get(a, (value,)) for a, value in zip(_FIXED, fixed, strict=True)
-            ):
-                continue
-            tried.add(alike)
-            spec = first_legal(problem, self.family, axes)
-            if spec is not None:
-                return kernel_of(problem, spec)
+            if alike not in tried:
+                tried.add(alike)
+                spec = first_legal(problem, self.family, axes)
+                if spec is not None:
+                    return kernel_of(problem, spec)
         return None
 
 

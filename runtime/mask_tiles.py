@@ -82,7 +82,10 @@ def tile_lists(active: Tensor, is_full: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def longest_first(counts: Tensor, batch: int, num_heads: int, tiles_a_block: int) -> Tensor:
     """int32 [batch * num_heads * blocks]: the blocks of a grid, (batch, head, block) counted in this order, by falling
-    number of active tiles; equal ones stay in order.
+    number of active tiles as a whole power of two; those with the same one stay in order.
+
+    Sorted by the very number, blocks that run at the same time would be of all heads, and read keys that the cache has
+    not: slower by a quarter on masks of even rows (measured on an H200), where a factor of two balances as well.
 
     counts: [B|1, H|1, tiles_q] active tiles of each row of tiles, of which a block takes `tiles_a_block`.
     """
@@ -90,7 +93,8 @@ def longest_first(counts: Tensor, batch: int, num_heads: int, tiles_a_block: int
     padded = torch.nn.functional.pad(counts, (0, blocks * tiles_a_block - counts.shape[2]))
     of_blocks = padded.view(*counts.shape[:2], blocks, tiles_a_block).sum(3)
     of_grid = of_blocks.expand(batch, num_heads, blocks).reshape(-1)
-    return of_grid.argsort(descending=True, stable=True).to(torch.int32)
+    exponents = torch.frexp(of_grid.to(torch.float32)).exponent  # 0 for none
+    return exponents.argsort(descending=True, stable=True).to(torch.int32)
 
 
 def _required(canonical: CanonicalMask, grid: _Grid) -> list[Verdict]:

@@ -27,6 +27,9 @@ inline T __ldg(const T* from) {
     return *from;
 }
 
+// On global memory; returns what was there. Threads run one at a time.
+inline unsigned atomicAdd(unsigned* to, unsigned value) { return __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
+
 // Barriers.
 inline void __syncthreads(int line = __builtin_LINE()) { tilewright_host::block_barrier("__syncthreads", line, 0); }
 inline int __syncthreads_or(int vote, int line = __builtin_LINE()) {
@@ -124,6 +127,9 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
     *memory = tilewright_host::device_malloc(bytes);
     return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+    return tilewright_host::device_memset(memory, value, bytes), cudaSuccess;
 }
 inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
     return tilewright_host::device_free(memory) ? cudaSuccess : cudaErrorInvalidValue;

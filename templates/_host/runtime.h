@@ -64,6 +64,7 @@ void copy_async_wait(int pending);
 // The rest of CUDA's interface.
 void* device_malloc(size_t bytes);
 bool device_free(void* memory);
+void device_memset(void* memory, int value, size_t bytes);
 void allow_shared_memory(const void* kernel, int bytes);
 int allowed_shared_memory(const void* kernel);
 int shared_memory_limit();

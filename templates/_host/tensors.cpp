@@ -121,6 +121,15 @@ void* device_malloc(size_t bytes) {
     return memory;
 }
 
+void device_memset(void* memory, int value, size_t bytes) {
+    std::memset(memory, value, bytes);
+    for (Tensor& tensor : tensors) {
+        if (memory < tensor.data || memory >= tensor.data + tensor.bytes || tensor.writers.empty()) continue;
+        const auto first = tensor.writers.begin() + (static_cast<char*>(memory) - tensor.data) / tensor.itemsize;
+        std::fill(first, first + int64_t(bytes) / tensor.itemsize, EARLIER_GRID);
+    }
+}
+
 bool device_free(void* memory) {
     const auto same = [memory](const Tensor& tensor) { return tensor.data == memory; };
     tensors.erase(std::remove_if(tensors.begin(), tensors.end(), same), tensors.end());

@@ -354,7 +354,8 @@ def test_the_blocks_with_the_most_active_tiles_start_first(
         counts[b, h, tile * 16 // rows] += len(full) + len(partial)
     order = kernel.read("tile_order", np.arange(counts.size))
     assert plan.tensors[-1].dtype == torch.int32
-    assert order.tolist() == np.argsort(-counts.reshape(-1), kind="stable").tolist()
+    powers = [int(count).bit_length() for count in counts.reshape(-1)]  # equal within a factor of two
+    assert order.tolist() == np.argsort(-np.array(powers, dtype=int), kind="stable").tolist()
 
 
 @pytest.mark.parametrize(("form", "rows"), [("analytic", 16), ("scan", 16), ("list", 24), ("list", 0)])
@@ -378,7 +379,7 @@ def test_a_kernels_plan_has_the_order_that_its_blocks_take(order: str) -> None:
     got = dict(zip([a.name for a in MASK_ARGUMENTS], plan.arguments, strict=True))
     assert (got["tile_order"] != 0) == (order == "longest")
     if order == "longest":
-        assert Emulator(plan, 100, 100, 32, 32).read("tile_order", np.arange(8)).tolist() == [3, 7, 2, 6, 1, 5, 0, 4]
+        assert Emulator(plan, 100, 100, 32, 32).read("tile_order", np.arange(8)).tolist() == [3, 7, 1, 2, 5, 6, 0, 4]
 
 
 @pytest.mark.parametrize("form", ["analytic", "gather"])

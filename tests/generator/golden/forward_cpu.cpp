@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_cpu/gather 32x64 cached_panels=64 panel=16 row_unroll=4 schedule=dynamic
 // attention_forward, float32, head_dim 64, cpu, mask terms: window stride
-// digest 989e4ce64e5708aa
+// digest 5bc2685326675b65
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse, one query tile at a time: for each KV tile the scores, the online
 // softmax and the accumulation. K is packed transposed, V as it is, in float32 panels that stay in a thread's cache.
@@ -137,6 +137,7 @@ struct Arguments {
     int64_t tile_stride_h;  // list, bitmap: in rows of tiles_q; 0 where shared
     int tiles_kv;  // list: tiles_kv; bitmap: words a row
     int tile_words;  // list: tiles_kv; bitmap: words a row
+    void* tile_order;  // list, bitmap: [B * H * blocks a head] int32, which query tile each block takes; null: in order
     int device;  // CUDA device ordinal; on the CPU 0
     int num_threads;  // OpenMP threads on the CPU; 0 on a GPU
     void* stream;  // cudaStream_t; null on the CPU
@@ -607,8 +608,8 @@ static int kernel_info(KernelInfo* info) {
 }
 
 static PyObject* py_launch(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    if (count != 59) {
-        PyErr_Format(PyExc_TypeError, "launch takes 59 arguments, got %zd", count);
+    if (count != 60) {
+        PyErr_Format(PyExc_TypeError, "launch takes 60 arguments, got %zd", count);
         return nullptr;
     }
     Arguments args;
@@ -668,9 +669,10 @@ static PyObject* py_launch(PyObject*, PyObject* const* values, Py_ssize_t count)
     args.tile_stride_h = PyLong_AsLongLong(values[53]);
     args.tiles_kv = (int)PyLong_AsLong(values[54]);
     args.tile_words = (int)PyLong_AsLong(values[55]);
-    args.device = (int)PyLong_AsLong(values[56]);
-    args.num_threads = (int)PyLong_AsLong(values[57]);
-    args.stream = PyLong_AsVoidPtr(values[58]);
+    args.tile_order = PyLong_AsVoidPtr(values[56]);
+    args.device = (int)PyLong_AsLong(values[57]);
+    args.num_threads = (int)PyLong_AsLong(values[58]);
+    args.stream = PyLong_AsVoidPtr(values[59]);
     if (PyErr_Occurred()) return nullptr;
     int code = 0;
     Py_BEGIN_ALLOW_THREADS
@@ -703,6 +705,6 @@ static PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "tw_989e4ce64e5708aa", nullptr, -1, methods};
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "tw_5bc2685326675b65", nullptr, -1, methods};
 
-PyMODINIT_FUNC PyInit_tw_989e4ce64e5708aa(void) { return PyModule_Create(&module_def); }
+PyMODINIT_FUNC PyInit_tw_5bc2685326675b65(void) { return PyModule_Create(&module_def); }

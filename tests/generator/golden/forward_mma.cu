@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_mma/list 64x64 blocks_per_sm=1 num_stages=1 num_warps=2 q_in_registers=False tile_order=forward
 // attention_forward, bfloat16, head_dim 128, sm_90a, mask terms: and_blocks
-// digest af2cf9ec5f1ead21
+// digest 5a6ada68160f8239
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on tensor cores through mma.m16n8k16, after FlashAttention-2. A block owns
 // BLOCK_M query rows, each of its warps ROWS_PER_WARP of them. A warp's scores of a KV tile stay in its registers: there they
@@ -149,6 +149,7 @@ struct Arguments {
     int64_t tile_stride_h;  // list, bitmap: in rows of tiles_q; 0 where shared
     int tiles_kv;  // list: tiles_kv; bitmap: words a row
     int tile_words;  // list: tiles_kv; bitmap: words a row
+    void* tile_order;  // list, bitmap: [B * H * blocks a head] int32, which query tile each block takes; null: in order
     int device;  // CUDA device ordinal; on the CPU 0
     int num_threads;  // OpenMP threads on the CPU; 0 on a GPU
     void* stream;  // cudaStream_t; null on the CPU
@@ -354,11 +355,23 @@ struct alignas(128) Stage {
     Element smem_v[BLOCK_N * HEAD_DIM];
 };
 
+// What is the same for all threads of a block, read where it is needed: the loop over tiles has no register to spare for it.
+struct BlockState {
+    QueryTile at;
+    bool aligned;                // rows_are_aligned
+    int first_thread;            // 0
+    const Element *key, *value;  // of token 0
+};
+
+// threadIdx.x, but the compiler cannot know it. What derives from threadIdx.x itself it computes once and then keeps, or spills,
+// over the loop: so what copies tiles and what stores the output begin from here.
+__device__ __forceinline__ int thread_anew(const BlockState& block) { return block.first_thread + int(threadIdx.x); }
+
 // What a block keeps in shared memory.
 struct SharedTiles {
     Stage stages[NUM_STAGES];
     Element smem_q[BLOCK_M * HEAD_DIM];
-    QueryTile at;  // read again where a mask or the end asks for it: the loop over tiles has no register to spare
+    BlockState block;
 };
 constexpr int SMEM_BYTES = sizeof(SharedTiles);
 static_assert(SMEM_BYTES == 49280, "shared memory is what the legality rules count");
@@ -496,7 +509,7 @@ __device__ __forceinline__ int visible_pairs(const Arguments& args, const QueryT
 
 // Whether every row of Q, K, V and O starts at a multiple of 16 bytes, which accesses of 16 bytes need. The same for all
 // threads; asked at run time, because a second kernel would double the time to compile.
-__device__ __forceinline__ bool rows_are_aligned(const Arguments& args) {
+__host__ __device__ __forceinline__ bool rows_are_aligned(const Arguments& args) {
     const int64_t addresses = reinterpret_cast<intptr_t>(args.query) | reinterpret_cast<intptr_t>(args.key) |
                               reinterpret_cast<intptr_t>(args.value) | reinterpret_cast<intptr_t>(args.out);
     const int64_t strides = args.q_stride_b | args.q_stride_h | args.q_stride_n | args.k_stride_b | args.k_stride_h |
@@ -589,10 +602,10 @@ __device__ __forceinline__ void copy_whole_rows(const Element* from, int64_t row
     }
 }
 
-// load: a tile's keys, or its values. from: this thread's first chunk of key 0.
+// load: a tile's keys, or its values. from: token 0. sharer: which of the THREADS threads this is.
 __device__ __forceinline__ void load_tile(const Arguments& args, bool aligned, const Element* from, int64_t row_stride,
-                                          const Tile& tile, Element* smem) {
-    const int sharer = threadIdx.x;
+                                          const Tile& tile, Element* smem, int sharer) {
+    from += first_chunk(sharer) * CHUNK;
     if (aligned && (!HAS_GATHERED || tile.kind != GATHERED) && tile.start + BLOCK_N <= tile.stop) {
         from += (tile.start + sharer / LANES_A_ROW) * row_stride;
         return copy_whole_rows<BLOCK_N, THREADS>(from, row_stride, sharer, smem);
@@ -664,10 +677,11 @@ __device__ __forceinline__ void forget(TileScores& scores) {
 // One stage: a tile's values are on their way while its scores are computed, the next tile's keys while it is accumulated.
 static_assert(NUM_STAGES == 1, "one stage");
 
-template <typename LoadQuery, typename TakeQuery, typename Look, typename MultiplyKeys, typename MultiplyValues>
-__device__ __forceinline__ void for_each_tile(const Arguments& args, bool aligned, TileIterator& tiles, const Element* key,
-                                              const Element* value, Stage* stages, const LoadQuery& load_query,
-                                              const TakeQuery& take_query, const Look& look,
+template <typename LoadQuery, typename TakeQuery, typename LoadKeys, typename LoadValues, typename Look, typename MultiplyKeys,
+          typename MultiplyValues>
+__device__ __forceinline__ void for_each_tile(TileIterator& tiles, Stage* stages, const LoadQuery& load_query,
+                                              const TakeQuery& take_query, const LoadKeys& load_keys,
+                                              const LoadValues& load_values, const Look& look,
                                               const MultiplyKeys& multiply_keys, const MultiplyValues& multiply_values) {
     load_query();
     if constexpr (QUERY_IN_REGISTERS) {
@@ -679,7 +693,7 @@ __device__ __forceinline__ void for_each_tile(const Arguments& args, bool aligne
     const auto load_next_keys = [&] {
         Tile tile;
         if (!tiles.next(tile)) tile.stop = 0;
-        if (tile.stop > 0) load_tile(args, aligned, key, args.k_stride_n, tile, stages->smem_k);
+        if (tile.stop > 0) load_keys(tile, stages->smem_k);
         cp_async_commit();
         return tile;
     };
@@ -687,7 +701,7 @@ __device__ __forceinline__ void for_each_tile(const Arguments& args, bool aligne
     while (tile.stop > 0) {  // one that stops at 0 is none
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, and the values of the tile before no longer read
-        load_tile(args, aligned, value, args.v_stride_n, tile, stages->smem_v);
+        load_values(tile, stages->smem_v);
         cp_async_commit();
         TileScores scores;
         const bool active = look(tile, scores);
@@ -837,10 +851,9 @@ __device__ __forceinline__ void accumulate(const Scores& acc_s, int words, float
     }
 }
 
-// epilogue: a block of 16 rows of acc_o, times each row's factor, through the warp's place in shared memory.
+// epilogue: a block of 16 rows of acc_o, times each row's factor, through the warp's place in shared memory; `rows` are stored.
 __device__ __forceinline__ void store_rows(const float (&acc_o)[2 * DIM_BLOCKS][4], const float (&factor)[2], Element* smem,
-                                           Element* out, int64_t row_stride, bool aligned, int rows) {
-    const int lane_idx = threadIdx.x % 32;
+                                           Element* out, int64_t row_stride, bool aligned, int rows, int lane_idx) {
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < 2 * DIM_BLOCKS; ++n) {
@@ -874,14 +887,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(cons
     const bool aligned = rows_are_aligned(args);
     const auto first_row = [&](const QueryTile& tile) { return tile.row_start + warp_idx * ROWS_PER_WARP; };  // this warp's
     const bool has_rows = first_row(at) < at.row_stop;
-    if (threadIdx.x == 0) shared.at = at;
+    if (threadIdx.x == 0) {
+        const int64_t first_key = at.batch * args.k_stride_b + at.kv_head * args.k_stride_h;
+        const int64_t first_value = at.batch * args.v_stride_b + at.kv_head * args.v_stride_h;
+        shared.block = {at, aligned, 0, static_cast<const Element*>(args.key) + first_key,
+                        static_cast<const Element*>(args.value) + first_value};
+    }
     __syncthreads();
     const Element* query = static_cast<const Element*>(args.query) + at.batch * args.q_stride_b + at.head * args.q_stride_h;
-    // From here this thread copies keys and values.
-    const Element* key = static_cast<const Element*>(args.key) + at.batch * args.k_stride_b + at.kv_head * args.k_stride_h +
-                         first_chunk(threadIdx.x) * CHUNK;
-    const Element* value = static_cast<const Element*>(args.value) + at.batch * args.v_stride_b + at.kv_head * args.v_stride_h +
-                           first_chunk(threadIdx.x) * CHUNK;
     const float scale_log2 = float(args.softmax_scale * 1.4426950408889634);  // log2(e): the softmax works in powers of 2
     // -inf * scale must be -inf, and the largest score the one with the largest product: else scores are scaled one by one.
     const bool scale_folds = scale_log2 > 0.0f;
@@ -889,8 +902,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(cons
     const BlockPlace place_k = place_by_rows(lane_idx), place_v = place_by_halves(lane_idx);
 
     Query query_rows;
-    Element* smem_q = shared.smem_q + warp_idx * ROWS_PER_WARP * HEAD_DIM;
-    query_rows.smem_q = smem_q;
+    const auto rows_of_warp = [&](int warp) { return shared.smem_q + warp * ROWS_PER_WARP * HEAD_DIM; };
+    query_rows.smem_q = rows_of_warp(warp_idx);
     query_rows.place = place_by_halves(lane_idx);
     Output acc_o;
     RowState rows;
@@ -911,7 +924,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(cons
 
     // load
     const auto load_query = [&] {
-        load_query_rows(query, args.q_stride_n, aligned, first_row(at), at.row_stop, smem_q);
+        load_query_rows(query, args.q_stride_n, aligned, first_row(at), at.row_stop, rows_of_warp(warp_idx));
+    };
+    const auto load_keys = [&](const Tile& tile, Element* smem_k) {
+        load_tile(args, shared.block.aligned, shared.block.key, args.k_stride_n, tile, smem_k, thread_anew(shared.block));
+    };
+    const auto load_values = [&](const Tile& tile, Element* smem_v) {
+        load_tile(args, shared.block.aligned, shared.block.value, args.v_stride_n, tile, smem_v, thread_anew(shared.block));
     };
     const auto take_query = [&] {
     };
@@ -921,8 +940,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(cons
         scores.masked = tile.kind != FULL;
         scores.words = has_rows ? MASK_WORDS : 0;
         if (has_rows && scores.masked) {
-            scores.words = visible_pairs(args, shared.at, tile, tiles.covered_begin, tiles.covered_end, first_row(shared.at),
-                                         scores.visible);
+            scores.words = visible_pairs(args, shared.block.at, tile, tiles.covered_begin, tiles.covered_end,
+                                         first_row(shared.block.at), scores.visible);
         }
         return scores.words > 0;
     };
@@ -939,17 +958,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(cons
         // softmax, accumulate
         accumulate(scores.acc_s, scores.words, score_scale, smem_v, place_v, rows, acc_o);
     };
-    for_each_tile(args, aligned, tiles, key, value, shared.stages, load_query, take_query, look, multiply_keys,
-                  multiply_values);
+    for_each_tile(tiles, shared.stages, load_query, take_query, load_keys, load_values, look, multiply_keys, multiply_values);
 
     // finish
     if (!has_rows) return;
-    const QueryTile written = shared.at;
+    const QueryTile written = shared.block.at;
+    const int thread = thread_anew(shared.block), lane = thread % 32;
+    Element* smem_o = rows_of_warp(thread / 32);
     Element* out = static_cast<Element*>(args.out) + written.batch * args.o_stride_b + written.head * args.o_stride_h;
     float* lse = static_cast<float*>(args.lse) + (int64_t(written.batch) * args.num_heads + written.head) * args.seqlen_q;
 #pragma unroll
     for (int r = 0; r < ROW_BLOCKS; ++r) {
-        const int block_row = first_row(written) + r * 16;
+        const int block_row = written.row_start + thread / 32 * ROWS_PER_WARP + r * 16;
         float factor[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -959,13 +979,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(cons
             const float row_max = rows.row_max[r][half];
             const bool empty = row_max == NO_MAX && total == 0.0f;  // no active key
             factor[half] = empty ? 0.0f : 1.0f / total;
-            const int row = block_row + half * 8 + lane_idx / 4;
-            if (lane_idx % 4 == 0 && row < written.row_stop) {
+            const int row = block_row + half * 8 + lane / 4;
+            if (lane % 4 == 0 && row < written.row_stop) {
                 lse[row] = empty ? NEGATIVE_INFINITY : row_max * 0.6931471805599453f + logf(total);  // ln(2): natural again
             }
         }
-        store_rows(acc_o[r], factor, smem_q + r * 16 * HEAD_DIM, out + block_row * args.o_stride_n, args.o_stride_n, aligned,
-                   written.row_stop - block_row);
+        store_rows(acc_o[r], factor, smem_o + r * 16 * HEAD_DIM, out + block_row * args.o_stride_n, args.o_stride_n,
+                   shared.block.aligned, written.row_stop - block_row, lane);
     }
 }
 

@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_mma/list 64x64 blocks_per_sm=1 num_stages=1 num_warps=2 q_in_registers=False tile_order=forward
 // What kernel.cu says of the GPU, in CUDA's headers and PTX: bfloat16, mma, sm_90a
-// digest af2cf9ec5f1ead21
+// digest 5a6ada68160f8239
 #pragma once
 
 #include <cuda_bf16.h>

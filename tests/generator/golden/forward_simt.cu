@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_simt/gather 64x32 lanes_per_row=8 num_stages=2 num_warps=4 q_in_registers=False tile_order=forward vector=4
 // attention_forward, float32, head_dim 64, sm_90a, mask terms: window stride
-// digest 4ee8558d0583cb5a
+// digest 8e68a7e8d1bd9937
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on CUDA cores, in float32. A block owns BLOCK_M query rows and a warp
 // BLOCK_M / NUM_WARPS of them: its lanes are a grid of ROW_GROUPS x LANES_PER_ROW, each lane with LANE_ROWS rows and
@@ -120,6 +120,7 @@ struct Arguments {
     int64_t tile_stride_h;  // list, bitmap: in rows of tiles_q; 0 where shared
     int tiles_kv;  // list: tiles_kv; bitmap: words a row
     int tile_words;  // list: tiles_kv; bitmap: words a row
+    void* tile_order;  // list, bitmap: [B * H * blocks a head] int32, which query tile each block takes; null: in order
     int device;  // CUDA device ordinal; on the CPU 0
     int num_threads;  // OpenMP threads on the CPU; 0 on a GPU
     void* stream;  // cudaStream_t; null on the CPU
@@ -363,7 +364,7 @@ __device__ __forceinline__ Chunk chunk_of(const Arguments& args, const Tile& til
 
 // Whether every row of Q, K, V and O starts at a multiple of 16 bytes, which accesses of 16 bytes need. The same for all
 // threads; asked at run time, because a second kernel would double the time to compile.
-__device__ __forceinline__ bool rows_are_aligned(const Arguments& args) {
+__host__ __device__ __forceinline__ bool rows_are_aligned(const Arguments& args) {
     const int64_t addresses = reinterpret_cast<intptr_t>(args.query) | reinterpret_cast<intptr_t>(args.key) |
                               reinterpret_cast<intptr_t>(args.value) | reinterpret_cast<intptr_t>(args.out);
     const int64_t strides = args.q_stride_b | args.q_stride_h | args.q_stride_n | args.k_stride_b | args.k_stride_h |

@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_simt/gather 64x32 lanes_per_row=8 num_stages=2 num_warps=4 q_in_registers=False tile_order=forward vector=4
 // What kernel.cu says of the GPU, in CUDA's headers and PTX: float32, simt, sm_90a
-// digest 4ee8558d0583cb5a
+// digest 8e68a7e8d1bd9937
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wmma/list 64x64 blocks_per_sm=1 num_stages=2 num_warps=4 q_in_registers=True smem_padding=8 tile_order=forward
 // What kernel.cu says of the GPU, in CUDA's headers and PTX: bfloat16, wmma, sm_90a
-// digest cb9baa6e6b7e4f61
+// digest 1bda2e3c12ba3d27
 #pragma once
 
 #include <cuda_bf16.h>
