@@ -20,7 +20,7 @@ tune: $(VENV)/tune.stamp
 # mypy keeps one core busy, the check all that are left.
 test: lint
 	@$(MAKE) --no-print-directory -j2 types check
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The limit is a safety net: past it the check fails, and says what it left out.
 check: $(VENV)/test.stamp

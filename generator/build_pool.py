@@ -157,8 +157,11 @@ class BuildPool:
             workers = list(self._alive)
             self._alive.clear()
         for worker in workers:
-            worker.kill()
+            worker.end()
+        # A thread that waits for an answer would wait on if the pipe were closed before it saw its end.
         self._threads.shutdown(wait=True)
+        for worker in workers:
+            worker.kill()
 
     def _build(self, item: Kernel | Rendered) -> BuildResult:
         kernel = item if isinstance(item, Kernel) else item.kernel

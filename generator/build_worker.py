@@ -80,7 +80,15 @@ class Worker:
         return f"the build process ended with code {code}: {lines[-1] if lines else 'it said nothing'}"
 
     def kill(self) -> None:
-        """End the worker and every compiler below it."""
+        """End the worker and every compiler below it, and close its pipes, for which nobody may be waiting any more."""
+        self.end()
+        for pipe in (self.process.stdin, self.process.stdout, self._errors):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def end(self) -> None:
+        """End the worker and every compiler below it; who waits for its answer then gets `WorkerDied`."""
         # ninja puts each compiler in a process group of its own, so the worker's group is not enough; all of them
         # stay in the session that the worker leads.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -93,10 +101,6 @@ class Worker:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self._errors):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
 
 
 def session_members(session: int) -> list[int]:

@@ -78,12 +78,22 @@ def build_host(rendered: Rendered, *, sanitize: bool = False) -> Path:
     artifact = host_artifact_path(rendered, sanitize=sanitize)
     if not artifact.exists():
         toolchain.cache_dir()
-        runtime, binding = _runtime_part(), _binding_part(rendered)
-        publish(runtime.path, _make_runtime)
-        publish(binding.path, lambda directory: _make_binding(directory, rendered))
-        objects = (binding.path, runtime.path)
+        binding = _binding_part(rendered).path
+        publish(binding, lambda directory: _make_binding(directory, rendered))
+        objects = (binding, runtime_object())
         publish(artifact, lambda directory: _make_kernel(directory, rendered, objects, sanitize))
     return artifact
+
+
+def runtime_object() -> Path:
+    """What executes a kernel and watches it, as one object to link; compiled now unless it is already published.
+
+    Raises what `build_host` does.
+    """
+    toolchain.cache_dir()
+    path = _runtime_part().path
+    publish(path, _make_runtime)
+    return path
 
 
 def host_artifact_path(rendered: Rendered, *, sanitize: bool = False) -> Path:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tilewright.generator.arch import arch_named
 from tilewright.generator.family import Family
-from tilewright.generator.legality import family_reason, mask_form_reason
+from tilewright.generator.legality import family_reason
 from tilewright.generator.problem import Problem
-from tilewright.generator.space import axes_of, family_default, first_legal, problem_reason
+from tilewright.generator.space import family_default, forms_for, legal_values, problem_reason
 from tilewright.generator.variant import AxisValue, Kernel, VariantSpec, kernel_of
 
 MAX_OTHER_CHANGES = 2
@@ -58,9 +61,6 @@ def _legal_near(
                     yield spec
 
 
-CANDIDATES = 12
-"""Kernels that are made for each one chosen; more give a slightly shorter sample."""
-
 Choice = tuple[str, AxisValue]
 """An axis, or `dtype`, `head_dim`, `mask_terms`, `arch`, and its value; mask terms as text."""
 
@@ -71,9 +71,6 @@ ANY_FAMILY = "*"
 
 SHARED_PAIR = ("mask_form", "mask_terms")
 """What decides which code of the shared stages a kernel runs: each legal pair is in some family's kernel."""
-
-_FIXED = ("arch", "dtype", "head_dim", "mask_terms")
-"""What a problem decides about its kernels."""
 
 _ONCE = ("head_dim", "mask_terms")
 """Of these, each value is in one kernel of each family; of everything else, each pair of values."""
@@ -103,34 +100,20 @@ def pairwise_sample(problems: Sequence[Problem], families: Iterable[Family], see
     at least once every head dim and set of mask terms; over all families every legal pair of `SHARED_PAIR`.
 
     problems: the architectures, dtypes, head dims and mask terms to choose from, in any combination that is to be
-    allowed. Deterministic. Pairs that no problem has a legal variant for are left out, after trying all of them.
+    allowed. Each kernel is one of those that add the most; seed decides which. Deterministic.
     """
-    spaces = {family.name: _FamilySpace(family, problems) for family in families}
-    pairs = [target for space in spaces.values() for target in space.pairs()]
-    pairs += dict.fromkeys(target for space in spaces.values() for target in space.shared_pairs())
-    singles = [target for space in spaces.values() for target in space.singles()]
+    spaces = [space for family in families if (space := _FamilySpace(family, problems)).size]
+    pairs = frozenset(target for space in spaces for target in space.pairs())
+    missing = {*pairs, *(target for space in spaces for target in space.singles())}
     generator = random.Random(seed)
-    missing = dict.fromkeys(pairs + singles)
-    impossible: set[Target] = set()
     chosen: list[Kernel] = []
     while missing:
-        wanted = _Wanted(missing, generator)
-        candidates = []
-        for target in generator.sample(list(missing), min(CANDIDATES, len(missing))):
-            asked = list(spaces.values()) if target[0] == ANY_FAMILY else [spaces[target[0]]]
-            generator.shuffle(asked)
-            kernel = next((k for space in asked if (k := space.kernel_with(target[1], wanted))), None)
-            if kernel is None:
-                impossible.add(target)
-                del missing[target]
-            else:
-                candidates.append(kernel)
-        if candidates:
-            best = max(candidates, key=lambda kernel: len(_met(kernel) & missing.keys()))
-            chosen.append(best)
-            for target in _met(best):
-                missing.pop(target, None)
-    return PairwiseSample(tuple(chosen), frozenset(pairs) - impossible)
+        best = max(spaces, key=lambda space: space.most(missing))
+        chosen.append(best.draw(missing, generator))
+        met = _met(chosen[-1]) & missing
+        best.forget(met)
+        missing -= met
+    return PairwiseSample(tuple(chosen), pairs)
 
 
 def _choices(kernel: Kernel) -> dict[str, AxisValue]:
@@ -146,87 +129,104 @@ def _met(kernel: Kernel) -> frozenset[Target]:
     return pairs_of(kernel) | frozenset(singles)
 
 
-class _Wanted:
-    """Puts values in a random order, those rather first that more of the missing targets have."""
-
-    def __init__(self, missing: Iterable[Target], generator: random.Random) -> None:
-        self._generator = generator
-        self._counts: dict[tuple[str, Choice], int] = {}
-        for family, choices in missing:
-            for choice in choices:
-                self._counts[family, choice] = self._counts.get((family, choice), 0) + 1
-
-    def ordered(self, family: str, axis: str, values: Sequence[AxisValue]) -> tuple[AxisValue, ...]:
-        """All of the values; each is first as often as its weight is of all weights."""
-        drawn = [(self._generator.random() ** (1 / self._weight(family, axis, value)), value) for value in values]
-        return tuple(value for _, value in sorted(drawn, key=lambda pair: pair[0], reverse=True))
-
-    def _weight(self, family: str, axis: str, value: AxisValue) -> float:
-        choice = (axis, value)
-        count = 1 + self._counts.get((family, choice), 0) + self._counts.get((ANY_FAMILY, choice), 0)
-        # A small head dim shows the same as a large one and is checked faster.
-        return count / int(value) if axis == "head_dim" else float(count)
-
-
 class _FamilySpace:
-    """A family's axes, and the problems it may run by what they fix of a kernel."""
+    """Every legal point of a family, mask terms aside, and how many of the missing targets each would add.
+
+    Mask terms are paired with the mask form alone: they are chosen after the point.
+    """
 
     def __init__(self, family: Family, problems: Iterable[Problem]) -> None:
         self.family = family
-        self.problems: dict[tuple[AxisValue, ...], Problem] = {}
+        groups: dict[tuple[str, str, int], list[Problem]] = {}
         for problem in problems:
             if not family_reason(family, problem.operation, problem.dtype, arch_named(problem.target)):
-                self.problems[_fixed_by(problem)] = problem
-        fixed = (dict.fromkeys(values) for values in zip(*self.problems, strict=True))
-        self.axes = axes_of(family)
+                groups.setdefault((problem.target, problem.dtype, problem.head_dim), []).append(problem)
         # In the order of _choices.
-        names = ("mask_form", "block_m", "block_n", *sorted(family.axes.keys() - {"block_m", "block_n"}))
-        self.values = {axis: tuple(v) for axis, v in zip(_FIXED, fixed, strict=False)}
-        self.values |= {axis: self.axes[axis] for axis in names}
+        others = sorted(family.axes.keys() - {"block_m", "block_n"})
+        self._axes = ("arch", "dtype", "head_dim", "mask_form", "block_m", "block_n", *others)
+        self._served: dict[tuple[AxisValue, ...], list[Problem]] = {}
+        points: list[tuple[AxisValue, ...]] = []
+        for (target, dtype, head_dim), group in groups.items():
+            for problem in group:
+                for form in forms_for(problem, family):
+                    self._served.setdefault((target, dtype, head_dim, form), []).append(problem)
+            forms = [form for form in family.mask_forms if (target, dtype, head_dim, form) in self._served]
+            for names in legal_values(family, target, dtype, head_dim, forms):
+                points.append((target, dtype, head_dim, *(names[axis] for axis in self._axes[3:])))
+        self._points = points
+        self.size = len(points)
+        columns = dict(zip(self._axes, zip(*points, strict=True), strict=False))  # none where no point is legal
+        self._values = {axis: list(dict.fromkeys(column)) for axis, column in columns.items()}
+        self._codes = {axis: _codes(column) for axis, column in columns.items()}
+        self._bases = list(dict.fromkeys(point[:4] for point in points))
+        self._base = _codes([point[:4] for point in points])
+        self._paired = [axis for axis in self._axes if axis not in _ONCE]
+        self._adds = np.full(self.size, len(self._paired) * (len(self._paired) - 1) // 2)
 
     def pairs(self) -> Iterator[Target]:
-        """Every pair of values of two axes, legal or not."""
-        paired = [axis for axis in self.values if axis not in _ONCE] if self.problems else []
-        for one, other in itertools.combinations(paired, 2):
-            for a, b in itertools.product(self.values[one], self.values[other]):
-                yield self.family.name, ((one, a), (other, b))
-
-    def shared_pairs(self) -> Iterator[Target]:
-        """Every pair of values of `SHARED_PAIR`, as any family's."""
-        one, other = SHARED_PAIR
-        for a, b in itertools.product(self.values[one], self.values.get(other, ())):
-            yield ANY_FAMILY, ((one, a), (other, b))
+        """Every pair of values of two axes that some point has, and every pair of `SHARED_PAIR`."""
+        for one, other in itertools.combinations(self._paired, 2):
+            values = self._values[other]
+            for code in np.unique(self._codes[one] * len(values) + self._codes[other]).tolist():
+                a, b = divmod(code, len(values))
+                yield self.family.name, ((one, self._values[one][a]), (other, values[b]))
+        for base in self._bases:
+            yield from (target for p in self._served[base] for target in self._of_terms(base, p) if len(target[1]) == 2)
 
     def singles(self) -> Iterator[Target]:
-        """Every value of an axis that is not paired."""
-        for axis in _ONCE:
-            yield from ((self.family.name, ((axis, value),)) for value in self.values.get(axis, ()))
+        """Every head dim and every set of mask terms that some point has."""
+        for base in self._bases:
+            yield self._head_dim(base)
+            yield from (target for p in self._served[base] for target in self._of_terms(base, p) if len(target[1]) == 1)
 
-    def kernel_with(self, choices: Iterable[Choice], wanted: _Wanted) -> Kernel | None:
-        """A legal kernel with these choices, and of the rest rather what is wanted; None after trying everything."""
-        asked = {axis: tuple(v for v in self.values.get(axis, ()) if v == value) for axis, value in choices}
-        if "mask_terms" in asked:
-            forms = asked.get("mask_form", self.family.mask_forms)
-            asked["mask_form"] = tuple(form for form in forms if form != "scan")
-        ordered = {a: wanted.ordered(self.family.name, a, asked.get(a, values)) for a, values in self.values.items()}
-        # What is asked for comes first: what is fixed early rules out the rest early.
-        axes = {a: ordered[a] for a in (*(a for a in self.axes if a in asked), *(a for a in self.axes if a not in asked))}
-        tried: set[tuple[object, ...]] = set()
-        for fixed in itertools.product(*(ordered.get(axis, ()) for axis in _FIXED)):
-            problem = self.problems.get(fixed)
-            if problem is None:
-                continue
-            forms = tuple(f for f in axes["mask_form"] if not mask_form_reason(str(f), problem.mask.terms))
-            # Of a problem's mask, legality depends on the forms it allows, and for a scan on whether there is one.
-            alike = (problem.target, problem.dtype, problem.head_dim, forms, problem.mask.terms == ())
-            if alike not in tried:
-                tried.add(alike)
-                spec = first_legal(problem, self.family, axes)
-                if spec is not None:
-                    return kernel_of(problem, spec)
-        return None
+    def most(self, missing: set[Target]) -> int:
+        """How many of the missing targets the best point adds."""
+        return int(self._all_adds(missing).max())
+
+    def draw(self, missing: set[Target], generator: random.Random) -> Kernel:
+        """One of the kernels that add the most."""
+        adds = self._all_adds(missing)
+        best = np.flatnonzero(adds == adds.max()).tolist()
+        # A small head dim shows the same as a large one and is checked faster.
+        (row,) = generator.choices(best, weights=[1 / int(self._points[row][2]) for row in best])
+        values = dict(zip(self._axes, self._points[row], strict=True))
+        problems = self._served[self._points[row][:4]]
+        most = max(self._added_by(self._points[row], problem, missing) for problem in problems)
+        problem = generator.choice([p for p in problems if self._added_by(self._points[row], p, missing) == most])
+        spec = VariantSpec.from_values(self.family.name, {axis: values[axis] for axis in self._axes[3:]})
+        return kernel_of(problem, spec)
+
+    def forget(self, met: Iterable[Target]) -> None:
+        """Count these targets no longer, now that a kernel has them."""
+        for family, choices in met:
+            if family == self.family.name and len(choices) == 2:
+                both = [self._codes[axis] == self._values[axis].index(value) for axis, value in choices]
+                self._adds -= both[0] & both[1]
+
+    def _all_adds(self, missing: set[Target]) -> NDArray[np.int64]:
+        """For each point, how many of the missing targets it adds with the best of its sets of mask terms."""
+        beside = [
+            (self._head_dim(base) in missing) + max(self._added_by(base, p, missing) for p in self._served[base])
+            for base in self._bases
+        ]
+        found: NDArray[np.int64] = self._adds + np.array(beside)[self._base]
+        return found
+
+    def _head_dim(self, point: tuple[AxisValue, ...]) -> Target:
+        return self.family.name, (("head_dim", point[2]),)
+
+    def _added_by(self, point: tuple[AxisValue, ...], problem: Problem, missing: set[Target]) -> int:
+        return sum(target in missing for target in self._of_terms(point, problem))
+
+    def _of_terms(self, point: tuple[AxisValue, ...], problem: Problem) -> tuple[Target, ...]:
+        """The targets that the problem's mask terms meet at a point: none with a scan, whose kernel has no terms."""
+        if point[3] == "scan":
+            return ()
+        terms = ("mask_terms", " ".join(problem.mask.terms))
+        return (self.family.name, (terms,)), (ANY_FAMILY, (("mask_form", point[3]), terms))
 
 
-def _fixed_by(problem: Problem) -> tuple[AxisValue, ...]:
-    """The values of `_FIXED`: what a problem decides about its kernels."""
-    return problem.target, problem.dtype, problem.head_dim, " ".join(problem.mask.terms)
+def _codes(column: Sequence[object]) -> NDArray[np.int64]:
+    """Each value's number among the different ones, in the order in which they first occur."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(column))}
+    return np.array([numbers[value] for value in column], dtype=np.int64)

@@ -98,47 +98,44 @@ def _extended(steps: Sequence[_Step], names: dict[str, Any]) -> Iterator[None]:
             yield from _extended(rest, names)
 
 
-def _legal_with_cost(
-    problem: Problem, family: Family, axes: Mapping[str, tuple[AxisValue, ...]]
-) -> Iterator[tuple[float, VariantSpec]]:
-    """What `problem_reason` has nothing against, without asking it for every point there is.
-
-    axes: the values to try of each axis and of `mask_form`, both in this order.
-    """
-    arch = arch_named(problem.target)
-    if family_reason(family, problem.operation, problem.dtype, arch):
-        return
-    forms = tuple(
+def forms_for(problem: Problem, family: Family) -> tuple[str, ...]:
+    """The family's mask forms that make sense for the problem's mask and lengths."""
+    return tuple(
         form
-        for form in map(str, axes["mask_form"])
+        for form in family.mask_forms
         if not (_scan_reason(problem) if form == "scan" else mask_form_reason(form, problem.mask.terms))
     )
-    names = given_values(problem.dtype, problem.head_dim, arch)
-    for _ in _extended(_steps(family, arch, {**axes, "mask_form": forms}, names), names):
-        spec = VariantSpec.from_values(family.name, {axis: names[axis] for axis in axes})
+
+
+def legal_values(
+    family: Family, target: str, dtype: str, head_dim: int, forms: Sequence[str]
+) -> Iterator[Mapping[str, Any]]:
+    """The axes and derived values of each point that breaks no rule, without trying every point there is.
+
+    It is one mapping, which changes from point to point.
+    """
+    arch = arch_named(target)
+    names = given_values(dtype, head_dim, arch)
+    # The mask form comes last, so that what does not mention it is evaluated once for all of them.
+    axes: dict[str, tuple[AxisValue, ...]] = {**family.axes, "mask_form": tuple(forms)}
+    for _ in _extended(_steps(family, arch, axes, names), names):
+        yield names
+
+
+def _legal_with_cost(problem: Problem, family: Family) -> Iterator[tuple[float, VariantSpec]]:
+    """What `problem_reason` has nothing against."""
+    if family_reason(family, problem.operation, problem.dtype, arch_named(problem.target)):
+        return
+    forms = forms_for(problem, family)
+    for names in legal_values(family, problem.target, problem.dtype, problem.head_dim, forms):
+        spec = VariantSpec.from_values(family.name, {axis: names[axis] for axis in (*family.axes, "mask_form")})
         yield float(evaluate(family.cost, names)), spec
-
-
-def axes_of(family: Family) -> dict[str, tuple[AxisValue, ...]]:
-    """The values of every axis, the mask form among them.
-
-    The mask form comes last, so that what does not mention it is evaluated once for all of them.
-    """
-    return {**family.axes, "mask_form": family.mask_forms}
-
-
-def first_legal(problem: Problem, family: Family, axes: Mapping[str, tuple[AxisValue, ...]]) -> VariantSpec | None:
-    """The first legal variant of `problem` with values from `axes`, tried in the order given there; None without one.
-
-    axes: as `axes_of` gives them, narrowed or reordered. One of a single value is best put first.
-    """
-    return next((spec for _, spec in _legal_with_cost(problem, family, axes)), None)
 
 
 def legal_variants(problem: Problem, families: Iterable[Family] | None = None) -> list[VariantSpec]:
     """Every legal variant of `problem`, cheapest-looking first; of the main families unless others are given."""
     chosen = families_for(problem.operation, arch_named(problem.target)) if families is None else families
-    legal = [found for family in chosen for found in _legal_with_cost(problem, family, axes_of(family))]
+    legal = [found for family in chosen for found in _legal_with_cost(problem, family)]
     return [spec for _, spec in sorted(legal, key=lambda found: (found[0], found[1].name))]
 
 

@@ -25,7 +25,8 @@ def _has_nvcc() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what this machine cannot run, and say so in the summary."""
+    """Put the longest files first, and leave out what this machine cannot run and say so in the summary."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     missing = {
         "nvcc": None if _has_nvcc() else "no nvcc",
         "gpu": None if torch.cuda.is_available() and _has_nvcc() else "no CUDA device with nvcc",

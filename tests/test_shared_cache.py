@@ -16,11 +16,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tilewright.generator import toolchain
 from tilewright.generator.errors import Outcome
 from tilewright.runtime.store import Store
 from tilewright.tuner.effort import Effort
 from tilewright.tuner.workloads import WorkloadRow
+
+pytestmark = pytest.mark.early
 
 PROCESSES = int(os.environ.get("TILEWRIGHT_TEST_PROCESSES", "4"))
 

@@ -2,7 +2,6 @@
 // Its counterpart for GPUs is _stages/device.cuh.jinja.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "runtime.h"
@@ -14,6 +13,13 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+
+// Of <cmath>, which takes longer to read than most kernels take to compile, only what kernels may say.
+extern "C" {
+float expf(float) noexcept;
+float logf(float) noexcept;
+float fmaxf(float, float) noexcept;
+}
 
 #define threadIdx (::tilewright_host::thread_index())
 #define blockIdx (::tilewright_host::block_index())

@@ -22,18 +22,22 @@ from tilewright.generator.variant import Kernel, kernel_of
 GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-kernel.md"
 HOST = resources.files("tilewright.templates") / "_host"
 
-KEYWORDS = {"__attribute__", "__device__", "__forceinline__", "__global__", "__grid_constant__", "__launch_bounds__"}
+KEYWORDS = {
+    *("__attribute__", "__device__", "__forceinline__", "__global__", "__grid_constant__", "__host__"),
+    "__launch_bounds__",
+}
 INTRINSICS = {
     *("__all_sync", "__any_sync", "__ballot_sync", "__shfl_sync", "__shfl_xor_sync"),
     *("__syncthreads", "__syncthreads_or", "__syncwarp"),
-    *("__ffs", "__float_as_uint", "__ldg", "__uint_as_float"),
+    *("__ffs", "__float_as_uint", "__ldg", "__uint_as_float", "atomicAdd"),
 }
 RUNTIME = {
     *("cudaError_t", "cudaSuccess", "cudaErrorInvalidConfiguration", "cudaErrorInvalidValue", "cudaStream_t"),
     *("cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaGetErrorString"),
     *("cudaFuncAttributes", "cudaFuncGetAttributes", "cudaFuncSetAttribute"),
     *("cudaFuncAttributeMaxDynamicSharedMemorySize", "cudaDevAttrMaxSharedMemoryPerBlockOptin"),
-    *("cudaDeviceGetAttribute", "cudaMallocAsync", "cudaFreeAsync"),
+    *("cudaDeviceGetAttribute", "cudaDevAttrMultiProcessorCount"),
+    *("cudaMallocAsync", "cudaMemsetAsync", "cudaFreeAsync"),
 }
 OWN = {
     *("bfloat16", "float16", "from_float", "from_word", "pack", "to_float", "to_word"),
@@ -41,13 +45,21 @@ OWN = {
     *("cp_async_16", "cp_async_commit", "cp_async_wait", "load_fragment"),
     *("ldmatrix_x2", "ldmatrix_x2_transposed", "ldmatrix_x4", "ldmatrix_x4_transposed", "mma_m16n8k16"),
 }
-"""What device.cuh itself defines."""
+"""What device.cuh itself defines, warpgroups aside."""
+WARPGROUPS = {
+    *("Mbarrier", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive", "mbarrier_arrive_expect", "mbarrier_wait"),
+    *("named_barrier_sync", "named_barrier_arrive", "registers_release", "registers_acquire"),
+    *("TensorMap", "BOX_COLUMNS", "make_tensor_map", "bulk_load", "fence_proxy_async"),
+    *("WARPGROUP", "SharedMatrix", "shared_matrix"),
+    *("wgmma_fence", "wgmma_keys", "wgmma_values", "wgmma_commit", "wgmma_wait"),
+}
+"""What it defines for families of wgmma."""
 WMMA = {
     *("accumulator", "fill_fragment", "fragment", "load_matrix_sync", "mma_sync", "store_matrix_sync"),
     *("matrix_a", "matrix_b", "col_major", "row_major", "mem_col_major", "mem_row_major"),
 }
 """What kernels may say after `wmma::`."""
-WORDS = sorted(INTRINSICS | RUNTIME | OWN | WMMA)
+WORDS = sorted(KEYWORDS - {"__attribute__"} | INTRINSICS | RUNTIME | OWN | WARPGROUPS | WMMA)
 
 STANDARD_HEADERS = {"atomic", "cstdint", "limits"}
 MASKS = (MaskClass(("window", "stride"), "sparse"), MaskClass(("bound", "and_blocks"), "blocks"), MaskClass((), "full"))
@@ -118,7 +130,9 @@ def test_a_kernel_says_nothing_else_of_cuda(family: Family, arch: str) -> None:
         assert re.findall(r'#include "(.+)"', code) == ["device.cuh"]
         assert set(re.findall(r"#include <(.+)>", code)) <= STANDARD_HEADERS
         assert set(re.findall(r"\b__\w+", code)) <= KEYWORDS | INTRINSICS
+        assert set(re.findall(r"\batomic[A-Z]\w*", code)) <= INTRINSICS
         assert set(re.findall(r"\bcuda\w+", code)) <= RUNTIME
+        assert set(re.findall(r"\b(?:bulk|fence|mbarrier|named_barrier|registers|wgmma)_\w+", code)) <= WARPGROUPS
         assert set(re.findall(r"\bwmma::(\w+)", code)) <= WMMA
         assert re.findall(r"\basm\b|<<<|\bextern\b|\bnvcuda\b|\bhalf2?\s+\w|\bnv_\w+", code) == []
 
@@ -161,9 +175,11 @@ def device_header(arch: str, dtype: str, instructions: str) -> Rendered:
 def defined(arch: str, dtype: str, instructions: str) -> set[str]:
     """What that header defines."""
     header = device_header(arch, dtype, instructions).sources["device.cuh"]
-    functions = re.findall(r"^(?:__device__ __forceinline__|cudaError_t)\b.*?(\w+)(?:<\w+>)?\(", header, re.MULTILINE)
+    function = r"^(?:__device__ __forceinline__|inline bool|cudaError_t)\b.*?(\w+)(?:<[^>]+>)?\("
+    functions = re.findall(function, header, re.MULTILINE)
     functions += re.findall(r"^ +__device__ __forceinline__ \w+ (\w+)\(", header, re.MULTILINE)
-    return {*functions, *re.findall(r"^using (\w+) =", header, re.MULTILINE), *re.findall(r"#define ([A-Z_]+)", header)}
+    names = re.findall(r"^(?:using|constexpr int|struct(?: alignas\(\d+\))?) (\w+) [={]", header, re.MULTILINE)
+    return {*functions, *names, *re.findall(r"#define ([A-Z_]+)", header)}
 
 
 def test_a_header_has_the_sections_of_its_dtype_architecture_and_instructions() -> None:
@@ -175,6 +191,8 @@ def test_a_header_has_the_sections_of_its_dtype_architecture_and_instructions() 
     assert defined("sm_75", "float16", "wmma") == OWN - matrices - copies - {"bfloat16"}
     assert defined("sm_80", "bfloat16", "wmma") == OWN - matrices - {"float16"} | helper
     assert defined("sm_80", "bfloat16", "mma") == OWN - {"float16", "load_fragment"}
+    vocabulary = OWN | WARPGROUPS | {"shared_address", "plus", "descriptor"}
+    assert defined("sm_90a", "bfloat16", "wgmma") == vocabulary - matrices - {"float16", "load_fragment"}
 
 
 @pytest.mark.nvcc

@@ -46,6 +46,7 @@ GOLDEN_KERNELS: dict[str, Kernel] = {
         "forward_simt": problem("sm_90a", "float32", 64, LONGFORMER),
         "forward_wmma": problem("sm_90a", "bfloat16", 128, BLOCKS),
         "forward_mma": problem("sm_90a", "bfloat16", 128, BLOCKS),
+        "forward_wgmma": problem("sm_90a", "bfloat16", 128, BLOCKS),
     }.items()
 }
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.generator.arch import host_cpu_flags
-from tilewright.generator.host_build import KERNEL_FLAGS, RUNTIME_FLAGS, WATCHED_FLAGS
+from tilewright.generator.host_build import KERNEL_FLAGS, WATCHED_FLAGS, runtime_object
 from tilewright.generator.toolchain import cxx_compiler
 
 HOST = Path(__file__).parents[2] / "templates" / "_host"
@@ -25,18 +24,14 @@ def _run(*command: object) -> None:
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> HostLibrary:
     """host_library(source, defines=()): the source as a library, under the name kernel.cu, which reports then give."""
-    objects: list[Path] = []
-    runtime = tmp_path_factory.mktemp("runtime")
-    for source in sorted(HOST.glob("*.cpp")):
-        objects.append(runtime / f"{source.stem}.o")
-        _run(cxx_compiler().path, *RUNTIME_FLAGS, *host_cpu_flags(), "-c", source, "-o", objects[-1])
+    runtime = runtime_object()
 
     def build(source: Path, defines: Sequence[str] = ()) -> Path:
         folder = tmp_path_factory.mktemp(source.stem)
         (folder / "kernel.cu").write_text(source.read_text())
         flags = (*KERNEL_FLAGS, *WATCHED_FLAGS, *defines, f"-I{HOST}")
         _run(cxx_compiler().path, *flags, "-c", folder / "kernel.cu", "-o", folder / "kernel.o")
-        _run(cxx_compiler().path, "-shared", "-Wl,-Bsymbolic", folder / "kernel.o", *objects, "-o", folder / "probe.so")
+        _run(cxx_compiler().path, "-shared", "-Wl,-Bsymbolic", folder / "kernel.o", runtime, "-o", folder / "probe.so")
         return folder / "probe.so"
 
     return build

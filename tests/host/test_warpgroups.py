@@ -19,6 +19,8 @@ from tilewright.generator.arch import arch_named, host_cpu_flags
 from tilewright.generator.toolchain import cuda_toolkit
 from tilewright.tuner.report_lines import located
 
+pytestmark = pytest.mark.early
+
 TEMPLATES = Path(__file__).parents[2] / "templates"
 PROBE = Path(__file__).with_name("warpgroups_probe.cu")
 TEXT = PROBE.read_text()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.generator import toolchain
 from tilewright.generator.errors import InvalidInput, Outcome
 from tilewright.generator.render import Rendered, render
 from tilewright.generator.space import default_variant, legal_variants
@@ -29,6 +28,8 @@ from tilewright.tuner.progress import Attempt, Listener, Plan, ProblemResult, St
 from tilewright.tuner.search import Exhaustive, OptunaTpe
 from tilewright.tuner.tune import TuneSettings, tune
 from tilewright.tuner.workloads import WorkloadRow
+
+pytestmark = pytest.mark.early
 
 ROW = WorkloadRow("small", "float32", 16, 2, 64, mask="sliding_window(4, 4) | global_stride(16)")
 
@@ -121,83 +122,6 @@ def test_a_run_stores_a_verified_winner_and_the_next_one_measures_nothing(store:
     assert second.winner == result.winner
     assert again.attempts == []
     assert [m.uid for m in store.measurements()] == before
-
-
-KILLED_RUN = """
-import sys
-from tilewright.runtime.store import Store
-from tilewright.tuner import effort
-from tilewright.tuner.devices import resolve_target
-from tilewright.tuner.tune import TuneSettings, tune
-from tests_row import FEW, ROW
-effort.EFFORTS["quick"] = FEW
-tune([ROW], resolve_target("cpu"), Store(sys.argv[1]), TuneSettings(effort="quick"))
-"""
-
-
-def test_kill_9_loses_and_repeats_nothing(tmp_path: Path, target: TuningTarget) -> None:
-    url = str(tmp_path / "tune.db")
-    imports = "from tilewright.tuner.effort import Effort\nfrom tilewright.tuner.workloads import WorkloadRow\n"
-    (tmp_path / "tests_row.py").write_text(f"{imports}FEW = {FEW!r}\nROW = {ROW!r}\n")
-    paths = [str(tmp_path), *(p for p in sys.path if p)]
-    # A cache of its own: compiling is part of what is killed, and its processes can be told from other tests'.
-    cache = tmp_path / "cache"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), toolchain.CACHE_VARIABLE: str(cache)}
-    process = subprocess.Popen([sys.executable, "-P", "-c", KILLED_RUN, url], env=environment, start_new_session=True)
-    try:
-        kept = _wait_for(url, 1, process)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert len(kept) < FEW.trials, "the run was killed before it was through"
-    _wait_until_gone(cache)
-
-    with Store(url) as store:
-        kept = searched(store)
-        (result,) = run(store, target).results
-        assert result.status is Status.TUNED
-        assert result.known == len(kept)
-        assert result.measured == FEW.trials - len(kept)
-        found = searched(store)
-        assert [m.uid for m in found[: len(kept)]] == [m.uid for m in kept]
-        assert set(Counter(m.spec for m in found).values()) == {1}
-        assert len(found) == FEW.trials
-        baselines = Counter(m.baseline for m in store.measurements(kind="baseline"))
-        assert set(baselines.values()) == {1}
-        assert len(store.winners()) == 1
-
-
-def _wait_for(url: str, count: int, process: subprocess.Popen[bytes]) -> list[Measurement]:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended by itself"
-        store = Store.open_existing(url) if Path(url).exists() else None
-        if store is not None:
-            with store:
-                found = searched(store)
-            if len(found) >= count:
-                return found
-        time.sleep(0.02)
-    raise AssertionError(f"no {count} measurements within 300 s")
-
-
-def _wait_until_gone(cache: Path) -> None:
-    """The killed run's workers and compilers end by themselves; they are known by the cache in their environment."""
-    mark = f"{toolchain.CACHE_VARIABLE}={cache}".encode()
-    deadline = time.monotonic() + 60
-    left: list[str] = []
-    while time.monotonic() < deadline:
-        left = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in entry.read_bytes().split(b"\0"):
-                    left.append((entry.parent / "cmdline").read_text().replace("\0", " "))
-            except OSError:
-                continue
-        if not left:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"processes outlive the killed run: {left}")
 
 
 class Interrupting(Recorder):

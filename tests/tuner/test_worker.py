@@ -23,6 +23,8 @@ from tilewright.generator.variant import Kernel, kernel_of
 from tilewright.tuner.worker import Worker, WorkerLost
 from tilewright.tuner.workloads import WorkloadRow
 
+pytestmark = pytest.mark.early
+
 ROW = WorkloadRow("windowed", "float32", 32, 2, 300, mask="sliding_window(8, 8) | global_stride(64)")
 PROBLEM = ROW.problem("cpu")
 
