@@ -156,22 +156,23 @@ def patched_templates(fault: Fault, directory: Path) -> Path:
 
 
 class _Cases(CaseBook):
-    """Some of another book's cases, so that a check can stop at the first that fails."""
+    """Some of a kernel's cases, so that a check can stop at the first that fails."""
 
-    def __init__(self, book: CaseBook, *indices: int) -> None:
-        super().__init__(book.device, [book.shapes[i] for i in indices])
-        self._whole, self._indices = book, indices
+    def __init__(self, book: CaseBook, *cases: Prepared) -> None:
+        super().__init__(book.device, [prepared.case.shape for prepared in cases])
+        self._cases = list(cases)
 
     def cases_for(self, kernel: Kernel) -> list[Prepared]:
-        cases = self._whole.cases_for(kernel)
-        return [cases[i] for i in self._indices]
+        return self._cases
 
 
 def first_failure(loaded: Runnable, book: CaseBook) -> str | None:
     """`case 'one token': ...`: how the kernel fails the first of the book's cases that it does; None when it passes."""
-    for index, shape in enumerate(book.shapes):
+    every = book.cases_for(loaded.kernel)
+    for prepared in every:
+        shape = prepared.case.shape
         # A far case is skipped where memory is short, and `verify` judges one case at least: the first one, once more.
-        cases = _Cases(book, 0, index) if shape.layout.startswith("far") else _Cases(book, index)
+        cases = _Cases(book, every[0], prepared) if shape.layout.startswith("far") else _Cases(book, prepared)
         try:
             report = verify(loaded, book.device, book=cases)
         except (VariantFailed, RuntimeError) as error:  # RuntimeError: one of CUDA's that came late
