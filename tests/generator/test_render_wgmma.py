@@ -147,8 +147,7 @@ SAMPLE = [
             ("analytic", problem("bfloat16", 128, ("bound",))),
             ("gather", problem("bfloat16", 64, ("bound", "document", "window", "stride", "tokens"))),
             ("list", problem("float16", 64, ("and_blocks",))),
-            ("analytic", problem("float16", 256, ("bound", "document"))),
-            ("bitmap", problem("bfloat16", 208, ("and_bits",))),
+            ("bitmap", problem("float16", 256, ("and_bits",))),
         ]
     ),
     kernel("bfloat16", 80, ("window", "stride"), "analytic", 64, 3, 4, overlap="ping_pong", tile_order="reversed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,20 @@ def run(
     return list(sweep(rows, target, out, SweepSettings(limit=limit, **settings), progress)), added  # type: ignore[arg-type]
 
 
-def test_every_variant_has_a_line_and_a_second_sweep_adds_what_is_missing(target: TuningTarget, tmp_path: Path) -> None:
-    ((result,), added) = run(target, tmp_path, command="tilewright sweep --limit 3")
+@pytest.fixture(scope="module")
+def swept(
+    target: TuningTarget, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[SweepResult], list[SweepLine]]:
+    """A finished sweep of three variants: where it lies, and what `run` gave."""
+    out = tmp_path_factory.mktemp("swept")
+    return out, *run(target, out, command="tilewright sweep --limit 3")
+
+
+def test_every_variant_has_a_line_and_a_second_sweep_adds_what_is_missing(
+    target: TuningTarget, swept: tuple[Path, list[SweepResult], list[SweepLine]], tmp_path: Path
+) -> None:
+    out, (result,), added = swept
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
     assert result.complete
     assert (result.known, result.measured, len(added)) == (0, 3, 3)
     path = tmp_path / "s1-small-causal.csv"
@@ -76,8 +89,10 @@ def test_every_variant_has_a_line_and_a_second_sweep_adds_what_is_missing(target
     assert len({line.spec for line in read_record(path).lines}) == 4
 
 
-def test_a_half_written_line_and_a_changed_kernel_are_measured_again(target: TuningTarget, tmp_path: Path) -> None:
-    run(target, tmp_path)
+def test_a_half_written_line_and_a_changed_kernel_are_measured_again(
+    target: TuningTarget, swept: tuple[Path, list[SweepResult], list[SweepLine]], tmp_path: Path
+) -> None:
+    shutil.copytree(swept[0], tmp_path, dirs_exist_ok=True)
     path = record_path(tmp_path, ROW)
     lines = path.read_text().splitlines(keepends=True)
     changed = read_record(path).lines[0].kernel
@@ -89,8 +104,10 @@ def test_a_half_written_line_and_a_changed_kernel_are_measured_again(target: Tun
     assert result.complete
 
 
-def test_a_file_of_another_device_or_problem_is_refused_and_kept(target: TuningTarget, tmp_path: Path) -> None:
-    run(target, tmp_path, limit=1)
+def test_a_file_of_another_device_or_problem_is_refused_and_kept(
+    target: TuningTarget, swept: tuple[Path, list[SweepResult], list[SweepLine]], tmp_path: Path
+) -> None:
+    shutil.copytree(swept[0], tmp_path, dirs_exist_ok=True)
     path = record_path(tmp_path, ROW)
     before = path.read_text()
     with pytest.raises(InvalidInput, match=r"is a sweep with another inputs: .*give another --out"):
