@@ -82,5 +82,62 @@ STREAM_ARGUMENTS: tuple[Argument, ...] = (
 FORWARD_ARGUMENTS: tuple[Argument, ...] = TENSOR_ARGUMENTS + MASK_ARGUMENTS + STREAM_ARGUMENTS
 """Arguments of every `attention_forward` kernel's `launch`, in order."""
 
+_CHOICE_ARGUMENTS: tuple[Argument, ...] = (
+    *_arguments("int32", "sizes", "batch num_heads num_kv_heads seqlen_q seqlen_kv"),
+    *_arguments(
+        "int32",
+        "heads that choose: num_heads, or num_kv_heads where a group of heads shares its choice",
+        "num_choosers",
+    ),
+    *_arguments("int32", "keys a block; blocks, the last one may be shorter", "block_size num_blocks"),
+    *_arguments("int32", "places in a list of chosen blocks", "list_width"),
+    *_arguments("int32", "consecutive queries that share a choice; groups of them", "query_group num_groups"),
+)
+
+SELECT_ARGUMENTS: tuple[Argument, ...] = (
+    *_arguments("pointer", "[batch, num_heads, seqlen_q, head_dim]", "query"),
+    *_arguments("pointer", "[batch, num_kv_heads, seqlen_kv, head_dim]", "key"),
+    *_arguments("pointer", "[num_choosers] int32, blocks that each of them takes, at most list_width", "budgets"),
+    *_arguments("pointer", "[batch, num_choosers, num_groups, list_width] int32, ascending, then -1", "indices"),
+    *_arguments("pointer", "[batch, num_choosers, num_groups] int32", "counts"),
+    *_arguments("pointer", "scratch of workspace_bytes, at a multiple of 256 bytes", "workspace"),
+    *_CHOICE_ARGUMENTS,
+    *_arguments(
+        "int32", "first blocks that are always in; blocks up to a query's own that are", "sink_blocks window_blocks"
+    ),
+    *_arguments("int64", "strides in elements: batch, head, token", "q_stride_b q_stride_h q_stride_n"),
+    *_arguments("int64", "strides in elements: batch, head, token", "k_stride_b k_stride_h k_stride_n"),
+    *STREAM_ARGUMENTS,
+)
+"""Arguments of every `select_blocks` kernel's `launch`, in order."""
+
+SELECTED_ARGUMENTS: tuple[Argument, ...] = (
+    *_arguments("pointer", "[batch, num_heads, seqlen_q, head_dim]", "query"),
+    *_arguments("pointer", "[batch, num_kv_heads, seqlen_kv, head_dim]", "key value"),
+    *_arguments("pointer", "[batch, num_heads, seqlen_q, head_dim]", "out"),
+    *_arguments("pointer", "[batch, num_heads, seqlen_q] float, contiguous", "lse"),
+    *_arguments("pointer", "[batch, num_choosers, num_groups, list_width] int32; past a count anything", "indices"),
+    *_arguments("pointer", "[batch, num_choosers, num_groups] int32", "counts"),
+    *_arguments("pointer", "scratch of workspace_bytes, at a multiple of 256 bytes", "workspace"),
+    *_CHOICE_ARGUMENTS,
+    *_arguments("int64", "strides in elements: batch, head, token", "q_stride_b q_stride_h q_stride_n"),
+    *_arguments("int64", "strides in elements: batch, head, token", "k_stride_b k_stride_h k_stride_n"),
+    *_arguments("int64", "strides in elements: batch, head, token", "v_stride_b v_stride_h v_stride_n"),
+    *_arguments("int64", "strides in elements: batch, head, token", "o_stride_b o_stride_h o_stride_n"),
+    *_arguments("double", "multiplies query . key", "softmax_scale"),
+    *STREAM_ARGUMENTS,
+)
+"""Arguments of every `selected_attention` kernel's `launch`, in order."""
+
+ARGUMENTS: dict[str, tuple[Argument, ...]] = {
+    "attention_forward": FORWARD_ARGUMENTS,
+    "select_blocks": SELECT_ARGUMENTS,
+    "selected_attention": SELECTED_ARGUMENTS,
+}
+"""Every operation that kernels compute, and the arguments of its `launch`."""
+
+WITH_WORKSPACE = frozenset({"select_blocks", "selected_attention"})
+"""Operations whose modules also have `workspace_bytes`, of the same arguments: how much scratch `launch` needs."""
+
 UNBOUNDED = 2**30
 """A window side that does not restrict; positions stay below it, so sums stay inside int32."""

@@ -25,6 +25,8 @@ class Family:
     axes: values of every axis but `mask_form`. derived: named expressions (see `legality.derived_values`).
     rules: (expression that must hold, reason when it does not). defaults: axis values, the first legal entry wins; one
     with a `mask_form` is for that form alone.
+    problem_rules: the same of what also depends on lengths and on the numbers in the mask's structure (see
+    `space.problem_names`).
     cost: expression; variants are tried from the smallest. complexity: expression; between equals the smallest wins.
     """
 
@@ -42,6 +44,7 @@ class Family:
     defaults: tuple[Mapping[str, AxisValue], ...]
     cost: str
     complexity: str
+    problem_rules: tuple[tuple[str, str], ...] = ()
 
 
 def _read(name: str, text: str) -> Family:
@@ -63,6 +66,7 @@ def _read(name: str, text: str) -> Family:
             defaults=tuple(data["defaults"]),
             cost=data["cost"],
             complexity=data["complexity"],
+            problem_rules=tuple((rule["require"], rule["reason"]) for rule in data.get("problem_rules", [])),
         )
     except tomllib.TOMLDecodeError as error:
         raise InvalidInput(f"{where} is not TOML: {error}") from error

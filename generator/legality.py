@@ -75,6 +75,10 @@ def mask_form_reason(form: str, terms: tuple[str, ...]) -> str | None:
             return "mask form gather needs scattered keys (stride or tokens)"
         if not present <= GATHER_TERMS:
             return f"mask form gather cannot evaluate {', '.join(sorted(present - GATHER_TERMS))}"
+    if form == "selected" and not present <= {"bound"}:
+        return (
+            f"mask form selected has chosen blocks and may be causal; it cannot evaluate {', '.join(sorted(present))}"
+        )
     if form in ("list", "bitmap") and not present:
         return f"mask form {form} lists active tiles, and without a mask all are: use analytic"
     return None

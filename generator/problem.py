@@ -30,8 +30,8 @@ MASK_TERMS: tuple[str, ...] = (
 where a term that is absent does not restrict, and the bracket is absent when all four of its terms are.
 """
 
-MASK_FORMS: tuple[str, ...] = ("analytic", "gather", "list", "bitmap", "scan")
-"""How a kernel learns which tiles to visit."""
+MASK_FORMS: tuple[str, ...] = ("analytic", "gather", "list", "bitmap", "scan", "selected")
+"""How a kernel learns which tiles to visit; selected: from a list of blocks for each query."""
 
 HEAD_DIM_MULTIPLE = 16
 HEAD_DIM_MAX = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,10 +45,30 @@ def _scan_reason(problem: Problem) -> str | None:
     return None
 
 
+_CALL = re.compile(r"([a-z_]+)\((\d+)\)")
+
+
+def problem_names(problem: Problem) -> dict[str, int]:
+    """What `problem_rules` may use beside a kernel's names: sizes, and the mask's calls of one number, such as
+    `block_size(64)`.
+    """
+    sizes = ("batch", "num_heads", "num_kv_heads", "seqlen_q", "seqlen_kv")
+    numbers = {name: int(number) for name, number in _CALL.findall(problem.mask.structure)}
+    return {**{name: getattr(problem, name) for name in sizes}, **numbers}
+
+
 def problem_reason(problem: Problem, spec: VariantSpec) -> str | None:
     """Why `spec` may not run `problem`; None when it may. Adds to `legality` what depends on lengths."""
     reason = _scan_reason(problem) if spec.mask_form == "scan" else None
-    return reason or legality(kernel_of(problem, spec))
+    reason = reason or legality(kernel_of(problem, spec))
+    rules = family_named(spec.family).problem_rules
+    if reason or not rules:
+        return reason
+    names = {**derived_values(kernel_of(problem, spec)), **problem_names(problem)}
+    for require, text in rules:
+        if not evaluate(require, names):
+            return text.format(**names)
+    return None
 
 
 def complexity(kernel: Kernel) -> float:
@@ -127,7 +148,10 @@ def _legal_with_cost(problem: Problem, family: Family) -> Iterator[tuple[float, 
     if family_reason(family, problem.operation, problem.dtype, arch_named(problem.target)):
         return
     forms = forms_for(problem, family)
+    sizes = problem_names(problem)
     for names in legal_values(family, problem.target, problem.dtype, problem.head_dim, forms):
+        if not all(evaluate(require, {**names, **sizes}) for require, _ in family.problem_rules):
+            continue
         spec = VariantSpec.from_values(family.name, {axis: names[axis] for axis in (*family.axes, "mask_form")})
         yield float(evaluate(family.cost, names)), spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,10 +52,25 @@ class LoadedKernel:
         self._launch = cast(Callable[..., int], module.launch)
         self._error_name = cast(Callable[[int], str], module.error_name)
         self._info = cast(Callable[[], dict[str, int]], module.info)
+        self._workspace_bytes = cast(Callable[..., int], getattr(module, "workspace_bytes", None))
 
     def info(self) -> dict[str, int]:
         """Registers and local bytes a thread, shared memory in bytes and most threads a block; zeros on the CPU."""
         return self._info()
+
+    def launch(self, values: Sequence[int | float], touched: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
+        """Run it on these arguments, in the order of `generator.abi.ARGUMENTS`.
+
+        touched: the tensors that they point at by argument, and whether the kernel may write them; a kernel that is
+        watched (`tuner.host_kernel`) may touch nothing else. Raises `LaunchFailed`, `OutOfMemory` or `IllegalAccess`.
+        """
+        code = self._launch(*values)
+        if code:
+            self._raise(code)
+
+    def workspace_bytes(self, values: Sequence[int | float]) -> int:
+        """Bytes of scratch that `launch` of these arguments needs, the workspace's own address left out (0)."""
+        return self._workspace_bytes(*values)
 
     def run(
         self,

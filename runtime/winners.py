@@ -147,7 +147,7 @@ def structure_bucket(structure: str) -> str:
     """The mask's text with its numbers rounded up to powers of two, except strides and granularities, kept exactly."""
 
     def rounded(call: re.Match[str]) -> str:
-        if call[1] in ("global_stride", "block_mask"):
+        if call[1] in ("global_stride", "block_mask", "block_size"):
             return call[0]
         return f"{call[1]}({re.sub(r'[0-9]+', lambda n: str(next_power_of_two(int(n[0]))), call[2])})"
 
