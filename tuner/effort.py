@@ -10,8 +10,9 @@ from tilewright.generator.variant import VariantSpec
 from tilewright.tuner.search import Exhaustive, Strategy
 from tilewright.tuner.strategies import Start, strategy_named
 
-STRATEGY = "tpe"
-"""What searches a space that is not measured whole."""
+STRATEGY = "gaussian"
+"""What searches a space that is not measured whole: it needed few evaluations on every sweep of an H200, from bad
+starts too (docs/tuning.md, replays)."""
 
 
 @dataclass(frozen=True, slots=True)

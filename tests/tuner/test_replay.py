@@ -144,6 +144,22 @@ def test_the_model_needs_few_evaluations(landscape: Landscape) -> None:
     assert (median <= 40, worst <= 80) == (True, True), needed.near
 
 
+SWEEPS = sorted((Path(__file__).parents[2] / "results" / "h200" / "sweeps").glob("*.csv"))
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem[:2])
+def test_what_the_tuner_uses_needs_few_evaluations_on_what_was_measured(path: Path) -> None:
+    needed = replay(read_landscape(path), STRATEGY, STRATEGIES[STRATEGY], effort_named("default"), runs=5, limit=80)
+    median, worst = needed.median(needed.near), needed.worst(needed.near)
+    assert median is not None
+    assert worst is not None, needed.near
+    assert median <= 40, needed.near
+
+
+def test_the_sweeps_are_there() -> None:
+    assert [path.stem[:2] for path in SWEEPS] == ["w2", "w3", "w5", "w7"]
+
+
 def test_counts_are_of_evaluations_in_the_order_of_measuring(landscape: Landscape) -> None:
     ranked = sorted(landscape.times_us, key=lambda spec: landscape.times_us[spec])
     slow, near, best = ranked[-1], ranked[1], ranked[0]

@@ -25,7 +25,8 @@ from tilewright.tuner.devices import TuningTarget, measuring_alone, resolve_targ
 from tilewright.tuner.effort import Effort, effort_named, strategy_for
 from tilewright.tuner.problem_run import Deadlines, ProblemRun
 from tilewright.tuner.progress import Attempt, Listener, Plan, ProblemResult, Status, TuneReport
-from tilewright.tuner.search import Exhaustive, OptunaTpe
+from tilewright.tuner.search import Exhaustive
+from tilewright.tuner.search_model import GaussianSearch
 from tilewright.tuner.tune import TuneSettings, tune
 from tilewright.tuner.workloads import WorkloadRow
 
@@ -300,9 +301,9 @@ def test_efforts_choose_their_strategy() -> None:
     assert isinstance(strategy_for(full, few, few[1]), Exhaustive)
     assert full.budget(400) == 400
     assert full.budget(401) == 300
-    tpe = strategy_for(effort_named("default"), many, many[5], warm=[many[9], VariantSpec("b", "list", 1, 1)])
-    assert isinstance(tpe, OptunaTpe)
-    assert tpe.propose(3)[:2] == [many[5], many[9]], "the default first, then the neighbour's winner"
+    model = strategy_for(effort_named("default"), many, many[5], warm=[many[9], VariantSpec("b", "list", 1, 1)])
+    assert isinstance(model, GaussianSearch)
+    assert model.propose(3)[:2] == [many[5], many[9]], "the default first, then the neighbour's winner"
     with pytest.raises(InvalidInput, match="effort must be one of quick, default, full; got 'huge'"):
         effort_named("huge")
 
