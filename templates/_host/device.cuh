@@ -19,6 +19,7 @@ extern "C" {
 float expf(float) noexcept;
 float logf(float) noexcept;
 float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
 }
 
 #define threadIdx (::tilewright_host::thread_index())
@@ -33,8 +34,21 @@ inline T __ldg(const T* from) {
     return *from;
 }
 
-// On global memory; returns what was there. Threads run one at a time.
-inline unsigned atomicAdd(unsigned* to, unsigned value) { return __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
+// Atomic operations; each returns what was there. atomicAdd orders nothing.
+inline unsigned atomicAdd(unsigned* to, unsigned value, int line = __builtin_LINE()) {
+    return tilewright_host::global_atomic_add(to, value, false, line);
+}
+inline int atomic_add_shared(int* to, int value, int line = __builtin_LINE()) {
+    return tilewright_host::shared_atomic_add(to, value, line);
+}
+// From one block to another through global memory: what was written before the one is seen after the other.
+inline unsigned atomic_add_release(unsigned* to, unsigned value, int line = __builtin_LINE()) {
+    return tilewright_host::global_atomic_add(to, value, true, line);
+}
+inline unsigned load_acquire(const unsigned* from, int line = __builtin_LINE()) {
+    return tilewright_host::global_load_acquire(from, line);
+}
+inline void pause_waiting(int line = __builtin_LINE()) { tilewright_host::pause_thread(line); }
 
 // Barriers.
 inline void __syncthreads(int line = __builtin_LINE()) { tilewright_host::block_barrier("__syncthreads", line, 0); }
@@ -81,6 +95,11 @@ template <typename T>
 inline T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32, int line = __builtin_LINE()) {
     const int own = int(threadIdx.x) % 32, lane = own ^ distance;
     return tilewright_host::shuffle(mask, value, lane / width > own / width ? own : lane, "__shfl_xor_sync", line);
+}
+template <typename T>
+inline T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32, int line = __builtin_LINE()) {
+    const int own = int(threadIdx.x) % 32, lane = own - distance;
+    return tilewright_host::shuffle(mask, value, lane < own / width * width ? own : lane, "__shfl_up_sync", line);
 }
 inline unsigned __ballot_sync(unsigned mask, bool vote, int line = __builtin_LINE()) {
     return tilewright_host::votes(mask, vote, "__ballot_sync", line);
@@ -165,4 +184,16 @@ inline cudaError_t launch_grid(void (*kernel)(Parameters...), unsigned blocks, u
         (*static_cast<const Call*>(closure))();
     };
     return cudaError_t(tilewright_host::run_grid(blocks, threads, smem_bytes, call_one, &call));
+}
+
+// A grid whose blocks all run at once. Here blocks run one after the other, so there is room for one.
+template <typename... Parameters>
+inline cudaError_t blocks_together(void (*)(Parameters...), int, int, size_t, int* blocks) {
+    return *blocks = 1, cudaSuccess;
+}
+template <typename... Parameters>
+inline cudaError_t launch_together(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t smem_bytes,
+                                   cudaStream_t stream, Parameters... values) {
+    if (blocks > 1) return cudaErrorInvalidConfiguration;
+    return launch_grid(kernel, blocks, threads, smem_bytes, stream, values...);
 }
