@@ -27,6 +27,7 @@ class Family:
     with a `mask_form` is for that form alone.
     problem_rules: the same of what also depends on lengths and on the numbers in the mask's structure (see
     `space.problem_names`).
+    worth_rules: the same of what runs such a problem right and never pays: neither tried nor a default for it.
     cost: expression; variants are tried from the smallest. complexity: expression; between equals the smallest wins.
     """
 
@@ -45,6 +46,7 @@ class Family:
     cost: str
     complexity: str
     problem_rules: tuple[tuple[str, str], ...] = ()
+    worth_rules: tuple[tuple[str, str], ...] = ()
 
 
 def _read(name: str, text: str) -> Family:
@@ -67,6 +69,7 @@ def _read(name: str, text: str) -> Family:
             cost=data["cost"],
             complexity=data["complexity"],
             problem_rules=tuple((rule["require"], rule["reason"]) for rule in data.get("problem_rules", [])),
+            worth_rules=tuple((rule["require"], rule["reason"]) for rule in data.get("worth_rules", [])),
         )
     except tomllib.TOMLDecodeError as error:
         raise InvalidInput(f"{where} is not TOML: {error}") from error

@@ -103,11 +103,15 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """A short readable name, for tables: `bf16 B1 H16/4 D64 N4096x8192 causal() sm_90a`."""
+        """A short readable name, for tables: `bf16 B1 H16/4 D64 N4096x8192 causal() sm_90a`.
+
+        It begins with the operation where that is not attention_forward.
+        """
         short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[self.dtype]
         heads = f"H{self.num_heads}" + ("" if self.num_heads == self.num_kv_heads else f"/{self.num_kv_heads}")
         lengths = f"N{self.seqlen_q}" + ("" if self.seqlen_q == self.seqlen_kv else f"x{self.seqlen_kv}")
-        return f"{short} B{self.batch} {heads} D{self.head_dim} {lengths} {self.mask.structure} {self.target}"
+        name = f"{short} B{self.batch} {heads} D{self.head_dim} {lengths} {self.mask.structure} {self.target}"
+        return name if self.operation == "attention_forward" else f"{self.operation} {name}"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as JSON-ready values; `from_dict` takes it back."""

@@ -116,6 +116,22 @@ def pairwise_sample(problems: Sequence[Problem], families: Iterable[Family], see
     return PairwiseSample(tuple(chosen), pairs)
 
 
+def most_of(sample: PairwiseSample, percent: float) -> tuple[Kernel, ...]:
+    """The first kernels of the sample that have so many percent of its pairs, and of the later ones those that alone
+    have a head dim, a set of mask terms or a pair of `SHARED_PAIR`. A sample's last kernels add a pair or two each.
+    """
+    met: set[Target] = set()
+    chosen: list[Kernel] = []
+    for kernel in sample.kernels:
+        pairs = pairs_of(kernel) & sample.pairs
+        needed = {target for target in _met(kernel) if target not in pairs or target[0] == ANY_FAMILY}
+        if needed <= met and 100 * len(met & sample.pairs) >= percent * len(sample.pairs):
+            continue
+        chosen.append(kernel)
+        met |= pairs | needed
+    return tuple(chosen)
+
+
 def _choices(kernel: Kernel) -> dict[str, AxisValue]:
     """What was chosen for a kernel, in an order that is the same for all of a family's."""
     choices = {"arch": kernel.arch, "dtype": kernel.dtype, "head_dim": kernel.head_dim, **kernel.spec.values()}

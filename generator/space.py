@@ -49,7 +49,7 @@ _CALL = re.compile(r"([a-z_]+)\((\d+)\)")
 
 
 def problem_names(problem: Problem) -> dict[str, int]:
-    """What `problem_rules` may use beside a kernel's names: sizes, and the mask's calls of one number, such as
+    """What rules for problems may use beside a kernel's names: sizes, and the mask's calls of one number, such as
     `block_size(64)`.
     """
     sizes = ("batch", "num_heads", "num_kv_heads", "seqlen_q", "seqlen_kv")
@@ -57,18 +57,24 @@ def problem_names(problem: Problem) -> dict[str, int]:
     return {**{name: getattr(problem, name) for name in sizes}, **numbers}
 
 
-def problem_reason(problem: Problem, spec: VariantSpec) -> str | None:
-    """Why `spec` may not run `problem`; None when it may. Adds to `legality` what depends on lengths."""
+def unable_reason(problem: Problem, spec: VariantSpec) -> str | None:
+    """Why `spec` cannot run `problem`; None when it can. Adds to `legality` what depends on lengths."""
     reason = _scan_reason(problem) if spec.mask_form == "scan" else None
     reason = reason or legality(kernel_of(problem, spec))
-    rules = family_named(spec.family).problem_rules
-    if reason or not rules:
-        return reason
+    return reason or _broken(family_named(spec.family).problem_rules, problem, spec)
+
+
+def problem_reason(problem: Problem, spec: VariantSpec) -> str | None:
+    """Why `spec` may not run `problem`, because it cannot or because that never pays; None when it may."""
+    return unable_reason(problem, spec) or _broken(family_named(spec.family).worth_rules, problem, spec)
+
+
+def _broken(rules: Sequence[tuple[str, str]], problem: Problem, spec: VariantSpec) -> str | None:
+    """The reason of the first of a family's rules for problems that does not hold."""
+    if not rules:
+        return None
     names = {**derived_values(kernel_of(problem, spec)), **problem_names(problem)}
-    for require, text in rules:
-        if not evaluate(require, names):
-            return text.format(**names)
-    return None
+    return next((text.format(**names) for require, text in rules if not evaluate(require, names)), None)
 
 
 def complexity(kernel: Kernel) -> float:
@@ -148,9 +154,9 @@ def _legal_with_cost(problem: Problem, family: Family) -> Iterator[tuple[float, 
     if family_reason(family, problem.operation, problem.dtype, arch_named(problem.target)):
         return
     forms = forms_for(problem, family)
-    sizes = problem_names(problem)
+    sizes, rules = problem_names(problem), family.problem_rules + family.worth_rules
     for names in legal_values(family, problem.target, problem.dtype, problem.head_dim, forms):
-        if not all(evaluate(require, {**names, **sizes}) for require, _ in family.problem_rules):
+        if not all(evaluate(require, {**names, **sizes}) for require, _ in rules):
             continue
         spec = VariantSpec.from_values(family.name, {axis: names[axis] for axis in (*family.axes, "mask_form")})
         yield float(evaluate(family.cost, names)), spec

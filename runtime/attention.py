@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewright.generator.problem import Problem
 from tilewright.generator.variant import VariantSpec
 from tilewright.runtime import ops  # noqa: F401  registers the operators
-from tilewright.runtime.call import check_tensors, mask_of, scale_of
+from tilewright.runtime.call import check_tensors, mask_of, needs_operator, scale_of
 from tilewright.runtime.dispatch import DISPATCHER, Choice, Reason
 
 
@@ -70,7 +70,7 @@ def attention(
     PyTorch answers, and that is said too. Raises `InvalidInput` for arguments that do not fit together.
     """
     whole_mask = mask_of(mask, causal, window_size)
-    if _needs_operator(query, key, value):
+    if needs_operator(query, key, value):
         check_tensors(query, key, value)
         softmax_scale = scale_of(scale, query.shape[3])
         spec, tensors = ("", []) if whole_mask is None else (whole_mask.spec, list(whole_mask.tensors))
@@ -78,15 +78,6 @@ def attention(
     else:
         out, lse = DISPATCHER.attend(query, key, value, whole_mask, scale)
     return (out, lse) if return_lse else out
-
-
-def _needs_operator(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    # The operator costs a few microseconds of host time that only tracing and autograd need.
-    if torch.compiler.is_compiling():
-        return True
-    if not (type(query) is type(key) is type(value) is Tensor):
-        return all(isinstance(t, Tensor) for t in (query, key, value))
-    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)

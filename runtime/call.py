@@ -70,6 +70,20 @@ def check_strides(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
 
 
+def needs_operator(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a call goes through its torch operator: only tracing and autograd are worth those microseconds."""
+    if torch.compiler.is_compiling():
+        return True
+    if not (type(query) is type(key) is type(value) is Tensor):
+        return all(isinstance(t, Tensor) for t in (query, key, value))
+    return wants_gradient(query, key, value)
+
+
+def wants_gradient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether autograd records the call."""
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+
+
 def scale_of(scale: float | None, head_dim: int) -> float:
     """The softmax scale of a call: head_dim ** -0.5 unless given. Raises `InvalidInput` for NaN and infinities."""
     if scale is None:

@@ -15,17 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tilewright.generator.arch import arch_of_capability
 from tilewright.generator.errors import InvalidInput, StoreError, TilewrightError, ToolMissing, VariantFailed
 from tilewright.generator.problem import Problem
 from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
 from tilewright.runtime import environment
 from tilewright.runtime.call import check_strides, check_tensors, scale_of
-from tilewright.runtime.canonical import canonical, mask_class
+from tilewright.runtime.call_problem import problem_of, stage_problem, tensors_key
+from tilewright.runtime.canonical import canonical
 from tilewright.runtime.fallback import fallback_attention
 from tilewright.runtime.launch import LoadedKernel, current_stream
 from tilewright.runtime.masks import Mask, from_spec
 from tilewright.runtime.plans import MaskPlan, plan_for
+from tilewright.runtime.selection import Selection
 from tilewright.runtime.winners import Match, WinnerTable, shipped_winners
 
 logger = logging.getLogger("tilewright")
@@ -72,6 +73,14 @@ class Prepared:
     ready: torch.cuda.Event | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of attention over chosen blocks, ready to be repeated; PyTorch answers where `loaded` is None."""
+
+    choice: Choice
+    loaded: LoadedKernel | None
+
+
 class Dispatcher:
     """Chooses, builds and keeps kernels for this process. Thread-safe."""
 
@@ -80,6 +89,7 @@ class Dispatcher:
         self._winners: WinnerTable | None = None
         self._prepared: dict[tuple[object, ...], Prepared] = {}
         self._prepared_bytes = 0
+        self._stages: dict[tuple[object, ...], Stage] = {}
         self._kernels: dict[Kernel, LoadedKernel] = {}
         self._failed: dict[Kernel, str] = {}
         self._said: set[str] = set()
@@ -91,6 +101,7 @@ class Dispatcher:
             self._winners = None
             self._prepared.clear()
             self._prepared_bytes = 0
+            self._stages.clear()
             self._failed.clear()
 
     def attend(
@@ -98,9 +109,15 @@ class Dispatcher:
     ) -> tuple[Tensor, Tensor]:
         """`out` and `lse` of a call; one that was prepared before is known to be a valid one."""
         prepared = self.prepare(query, key, value, mask)
-        softmax_scale = scale_of(scale, query.shape[3])
+        return self.run(prepared, query, key, value, scale_of(scale, query.shape[3]))
+
+    def run(
+        self, prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` of a call that `prepare` or `prepare_once` returned."""
         if prepared.loaded is None or prepared.plan is None:
-            return fallback_attention(query, key, value, mask, softmax_scale)
+            self.say_fallback(prepared.choice)
+            return fallback_attention(query, key, value, prepared.mask, softmax_scale)
         if query.is_cuda:
             self._share_plan(prepared, prepared.plan, query.device)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -119,6 +136,26 @@ class Dispatcher:
             return self._prepare(query, key, mask, look_up)
         check_strides(query, key, value)  # the one thing that a look-up does not settle
         return prepared
+
+    def prepare_once(self, query: Tensor, key: Tensor, mask: Mask) -> Prepared:
+        """The same for a checked call with a mask that no other call will have; it is not kept."""
+        return self._prepare(query, key, mask, None)
+
+    def stage(self, operation: str, query: Tensor, key: Tensor, selection: Selection) -> Stage:
+        """What runs a stage of attention over chosen blocks: chosen and built now if it was not before.
+
+        operation: `select_blocks` or `selected_attention`. The tensors are checked ones.
+        """
+        look_up = (operation, query.shape, key.shape, query.dtype, query.device, selection)
+        found = self._stages.get(look_up)
+        if found is not None:
+            return found
+        with self._lock:
+            stage = Stage(*self.kernel_for(stage_problem(operation, query, key, selection), query.device))
+            self._stages[look_up] = stage
+            while len(self._stages) > MAX_PREPARED:
+                del self._stages[next(iter(self._stages))]
+        return stage
 
     def _share_plan(self, prepared: Prepared, plan: MaskPlan, device: torch.device) -> None:
         """Keep a plan valid for whoever reads it: a graph that is captured now, or a stream it was not made on."""
@@ -166,7 +203,7 @@ class Dispatcher:
             mask.check(batch, num_heads, seqlen_q, seqlen_kv, query.device)
         capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
         with self._lock:
-            choice, loaded = self._choose_and_build(query, key, mask, capturing)
+            choice, loaded = self.kernel_for(problem_of(query, key, mask), query.device)
             plan = None
             if loaded is not None:
                 plan = plan_for(
@@ -198,23 +235,21 @@ class Dispatcher:
             oldest = self._prepared.pop(next(iter(self._prepared)))
             self._prepared_bytes -= _plan_bytes(oldest)
 
-    def _choose_and_build(
-        self, query: Tensor, key: Tensor, mask: Mask | None, capturing: bool
-    ) -> tuple[Choice, LoadedKernel | None]:
-        try:
-            problem = problem_of(query, key, mask)
-        except InvalidInput as error:  # a device that no known architecture matches
-            raise InvalidInput(f"{error}; tilewright cannot run on {query.device}") from error
-        choice = self.choose(problem, query.device)
+    def kernel_for(self, problem: Problem, device: torch.device) -> tuple[Choice, LoadedKernel | None]:
+        """The choice for a problem and its kernel, built now if it never was; None where PyTorch has to answer.
+
+        Raises `InvalidInput` where it would have to be loaded while a CUDA graph is captured.
+        """
+        choice = self.choose(problem, device)
         if choice.spec is None:
-            self._say(f"{problem.name}: answered by PyTorch: {choice.detail}")
             return choice, None
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         try:
-            return choice, self._load(kernel_of(problem, choice.spec), capturing)
+            with self._lock:
+                return choice, self._load(kernel_of(problem, choice.spec), capturing)
         except (ToolMissing, VariantFailed, InvalidInput) as error:
             if capturing and isinstance(error, InvalidInput):
                 raise
-            self._say(f"{problem.name}: answered by PyTorch, because {choice.spec.name} cannot be made here: {error}")
             return Choice(problem, None, "fallback", f"{choice.spec.name} cannot be made here: {error}"), None
 
     def _load(self, kernel: Kernel, capturing: bool) -> LoadedKernel:
@@ -223,7 +258,7 @@ class Dispatcher:
             return loaded
         if capturing:
             raise InvalidInput(
-                f"{kernel.spec.name} is not loaded yet, and a CUDA graph is being captured; call attention once with "
+                f"{kernel.spec.name} is not loaded yet, and a CUDA graph is being captured; make this call once with "
                 "these shapes before the capture"
             )
         if kernel in self._failed:
@@ -244,7 +279,9 @@ class Dispatcher:
         self._kernels[kernel] = loaded
         return loaded
 
-    def _say(self, text: str) -> None:
+    def say_fallback(self, choice: Choice) -> None:
+        """Tell the log, once, that PyTorch answers a problem, and why."""
+        text = f"{choice.problem.name}: answered by PyTorch: {choice.detail}"
         if text not in self._said:
             self._said.add(text)
             logger.warning("%s", text)
@@ -252,11 +289,7 @@ class Dispatcher:
 
 def call_key(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> tuple[object, ...] | None:
     """What a prepared call is kept under; None for a mask whose tensors do not tell when they are written to."""
-    call = (
-        *(query.shape, key.shape, value.shape),
-        *(query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device),
-    )
+    call = tensors_key(query, key, value)
     if mask is None:
         return call
     if not mask.tensors:
@@ -264,31 +297,6 @@ def call_key(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> tu
     if any(t.is_inference() for t in mask.tensors):
         return None
     return (*call, mask.spec, *((t.data_ptr(), t._version, t.shape, t.stride(), t.dtype) for t in mask.tensors))
-
-
-def target_of(device: torch.device) -> str:
-    """The architecture name of a torch device; `InvalidInput` for one that tilewright has no kernels for."""
-    if device.type == "cpu":
-        return "cpu"
-    if device.type != "cuda" or torch.version.hip is not None:
-        raise InvalidInput(f"tensors must be on cpu or an NVIDIA cuda device, got {device}")
-    return arch_of_capability(*torch.cuda.get_device_capability(device)).name
-
-
-def problem_of(query: Tensor, key: Tensor, mask: Mask | None) -> Problem:
-    """The `Problem` that a checked call poses on its device."""
-    batch, num_heads, seqlen_q, head_dim = query.shape
-    return Problem(
-        dtype=str(query.dtype).removeprefix("torch."),
-        head_dim=head_dim,
-        batch=batch,
-        num_heads=num_heads,
-        num_kv_heads=key.shape[1],
-        seqlen_q=seqlen_q,
-        seqlen_kv=key.shape[2],
-        target=target_of(query.device),
-        mask=mask_class(mask, batch, num_heads, seqlen_q, key.shape[2]),
-    )
 
 
 def load_winners() -> WinnerTable:

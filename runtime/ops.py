@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilewright.generator.errors import NotSupported
 from tilewright.runtime.dispatch import DISPATCHER, mask_from_operator
+from tilewright.runtime.topk_ops import define_topk_operators
 
 _torch_library: Any = torch.library  # its functions carry no types
 _LIBRARY = _torch_library.Library("tilewright", "DEF")
@@ -46,3 +47,5 @@ def _no_backward(ctx: Any, *gradients: Tensor) -> NoReturn:
 
 
 _torch_library.register_autograd("tilewright::attention_forward", _no_backward, lib=_LIBRARY)
+
+define_topk_operators(_LIBRARY)

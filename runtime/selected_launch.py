@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from tilewright.runtime.launch import LoadedKernel, current_stream
+from tilewright.runtime.launch import current_stream
 from tilewright.runtime.selection import Selection
 
 _ALIGNED = 256  # what a kernel may expect of its workspace's address; PyTorch's allocators give 64 on the CPU
 
 
+class Launchable(Protocol):
+    """What is launched: a `LoadedKernel`, or what stands before one."""
+
+    def launch(self, values: Sequence[int | float], touched: Mapping[str, tuple[Tensor, bool]]) -> None:
+        """As `LoadedKernel.launch`."""
+        ...
+
+    def workspace_bytes(self, values: Sequence[int | float]) -> int:
+        """As `LoadedKernel.workspace_bytes`."""
+        ...
+
+
 def run_select(
-    loaded: LoadedKernel,
+    loaded: Launchable,
     query: Tensor,
     key: Tensor,
     budgets: Tensor,
@@ -59,7 +74,7 @@ def run_select(
 
 
 def run_selected(
-    loaded: LoadedKernel,
+    loaded: Launchable,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -130,7 +145,7 @@ def _where(query: Tensor) -> tuple[int, int, int]:
     return 0, torch.get_num_threads(), 0
 
 
-def _workspace(loaded: LoadedKernel, values: tuple[int | float, ...], device: torch.device) -> Tensor:
+def _workspace(loaded: Launchable, values: tuple[int | float, ...], device: torch.device) -> Tensor:
     """Bytes from a multiple of `_ALIGNED` on, as many as the kernel asks for."""
     size = loaded.workspace_bytes(values)
     room = torch.empty(size + _ALIGNED, dtype=torch.uint8, device=device)

@@ -38,13 +38,14 @@ class Selection:
         """Groups of queries, the smaller last one included."""
         return -(-seqlen_q // self.query_group)
 
-    def mask_class(self, seqlen_kv: int) -> MaskClass:
+    def mask_class(self, num_heads: int, seqlen_kv: int) -> MaskClass:
         """What the choice of a kernel depends on; budgets of single heads are data."""
         parts = [
             *(["causal()"] if self.causal else []),
             f"block_size({self.block_size})",
             f"top_blocks({self.list_width})",
             f"query_group({self.query_group})",
+            f"heads_a_choice({num_heads // max(self.num_choosers, 1)})",
         ]
         density = min(1.0, self.list_width * self.block_size / max(seqlen_kv, 1))
         terms = ("bound",) if self.causal else ()
@@ -73,6 +74,6 @@ class Selection:
             seqlen_q=seqlen_q,
             seqlen_kv=seqlen_kv,
             target=target,
-            mask=self.mask_class(seqlen_kv),
+            mask=self.mask_class(num_heads, seqlen_kv),
             operation=operation,
         )

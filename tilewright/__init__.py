@@ -8,6 +8,8 @@ from tilewright.generator.errors import InvalidInput, NotSupported, TilewrightEr
 from tilewright.runtime import masks
 from tilewright.runtime.attention import Explanation, attention, explain, reload_winners
 from tilewright.runtime.environment import tilewright_version
+from tilewright.runtime.topk import select_blocks, selected_attention, topk_attention
+from tilewright.runtime.topk_explain import TopkExplanation, explain_topk
 
 __version__ = tilewright_version()
 
@@ -16,9 +18,14 @@ __all__ = [
     "InvalidInput",
     "NotSupported",
     "TilewrightError",
+    "TopkExplanation",
     "__version__",
     "attention",
     "explain",
+    "explain_topk",
     "masks",
     "reload_winners",
+    "select_blocks",
+    "selected_attention",
+    "topk_attention",
 ]

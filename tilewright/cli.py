@@ -14,6 +14,7 @@ from tilewright.runtime.environment import tilewright_version
 COMMANDS = (
     "tune",
     "sweep",
+    "sweep_topk",
     "replay",
     "db",
     "generate",

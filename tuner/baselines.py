@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -52,11 +52,16 @@ def time_baselines(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: float, stopwatch: Stopwatch
 ) -> dict[str, float]:
     """Median microseconds of each of `baseline_runs`; one that runs out of memory is left out."""
+    return time_runs(baseline_runs(query, key, value, mask, scale), stopwatch)
+
+
+def time_runs(runs: Mapping[str, Callable[[], object]], stopwatch: Stopwatch) -> dict[str, float]:
+    """Median microseconds of each, by name; one that runs out of memory is left out."""
     times: dict[str, float] = {}
     with torch.no_grad():
-        for name, run in baseline_runs(query, key, value, mask, scale).items():
+        for name, run in runs.items():
             try:
-                timing = time_kernel(run, query.device, min_rounds=2, max_rounds=30, stopwatch=stopwatch)
+                timing = time_kernel(run, stopwatch.device, min_rounds=2, max_rounds=30, stopwatch=stopwatch)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 continue

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from tilewright.tuner.active_pairs import row_active_pairs
 from tilewright.tuner.ceiling import matrix_ceiling
 from tilewright.tuner.devices import measuring_alone
 from tilewright.tuner.expected import Expected, expect, sample_rows
+from tilewright.tuner.launches import kernel_launches
 from tilewright.tuner.memory import peak_bytes
-from tilewright.tuner.peers import ANOTHER_FUNCTION, Call, Peer, Ready, Setting
+from tilewright.tuner.peers import Call, Peer, Ready, Setting, names_another_function
 from tilewright.tuner.timing import Stopwatch, time_kernel
 from tilewright.tuner.workloads import WorkloadRow
 
@@ -61,8 +63,8 @@ class BenchRow:
 
     @property
     def is_another_function(self) -> bool:
-        """Whether it was dense attention in place of the mask that was timed."""
-        return (self.variant or "").startswith(ANOTHER_FUNCTION)
+        """Whether something else was timed: dense attention in place of the mask, or one stage of two."""
+        return names_another_function(self.variant or "")
 
     def to_dict(self) -> dict[str, Any]:
         """The row as `bench --json` writes it."""
@@ -71,12 +73,13 @@ class BenchRow:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The fastest setting of an implementation."""
+    """The fastest setting of an implementation. launches: kernels of one call, where they were counted."""
 
     variant: str
     time_us: float
     extra_bytes: int | None
-    max_error: float
+    max_error: float | None
+    launches: int | None = None
 
 
 def own() -> Peer:
@@ -108,6 +111,7 @@ class Bench:
 
     device: where. started: told (workload, implementation) before each, for a progress line. peer_seconds: after so
     long on one row no further setting of an implementation is begun, and its variant says so; None for no limit.
+    counts_launches: whether each measurement on a GPU says how many kernels a call starts.
     """
 
     def __init__(
@@ -116,12 +120,14 @@ class Bench:
         started: Callable[[str, str], None] | None = None,
         *,
         peer_seconds: float | None = None,
+        counts_launches: bool = False,
     ) -> None:
         self.device = device
         self.device_name = device_name(str(device))
-        self._started = started or (lambda workload, implementation: None)
+        self.started = started or (lambda workload, implementation: None)
         self._stopwatch = Stopwatch(device)
-        self._peer_seconds = peer_seconds
+        self.peer_seconds = peer_seconds
+        self._counts_launches = counts_launches
         self._ceilings: dict[str, float | None] = {}
 
     def ceiling(self, dtype: str) -> float | None:
@@ -150,8 +156,8 @@ class Bench:
             call = Call(query, key, value, mask, row.head_dim**-0.5)
             pairs = row_active_pairs(row, str(self.device))
         except RuntimeError as error:  # no memory for this row; the next may be smaller
-            self._clean_up()
-            text = f"the inputs cannot be made: {_brief(error)}"
+            self.clean_up()
+            text = f"the inputs cannot be made: {brief(error)}"
             yield from (dataclasses.replace(nothing, implementation=peer.name, error=text) for peer in peers)
             return
         density = pairs / (row.batch * row.num_heads * row.seqlen_q * row.seqlen_kv)
@@ -163,17 +169,18 @@ class Bench:
                 if named:
                     yield dataclasses.replace(blank, error=reason)
                 continue
-            self._started(row.name, peer.name)
+            self.started(row.name, peer.name)
             try:
                 computed = peer.computes(call)
                 # The text says all: of masks with tensors there is none but the call's own.
                 spec = None if computed is None else computed.spec
                 if spec not in expected:
                     expected[spec] = self._expected(call, computed)
-                found = self.measure(peer, call, expected[spec])
+                judge = partial(_judge, expected[spec])
+                found = self.measure(partial(peer.settings, call), judge, call.query.numel() * call.query.itemsize)
             except RuntimeError as error:  # without the right answer there is nothing to show
-                self._clean_up()
-                found = f"the fp64 answer cannot be made: {_brief(error)}"
+                self.clean_up()
+                found = f"the fp64 answer cannot be made: {brief(error)}"
             if isinstance(found, str):
                 yield dataclasses.replace(blank, error=found)
                 continue
@@ -189,38 +196,43 @@ class Bench:
                 variant=found.variant,
             )
 
-    def measure(self, peer: Peer, call: Call, expected: Expected) -> Measurement | str:
-        """The peer's fastest setting that is right, or why there is none: the last setting's failure."""
+    def measure(
+        self, settings: Callable[[], Iterator[Setting]], judge: Callable[[Ready], float | None], out_bytes: int
+    ) -> Measurement | str:
+        """The fastest setting that is right, or why there is none: the last setting's failure.
+
+        judge: the largest error of a prepared call, None where there is none to tell; raises where it is wrong.
+        out_bytes: of the outputs, which a call's peak of memory does not count.
+        """
         best: Measurement | None = None
         failure = "it has no setting for this call"
         began = time.monotonic()
         try:
-            for tried, setting in enumerate(peer.settings(call)):
-                if tried and self._peer_seconds is not None and time.monotonic() - began > self._peer_seconds:
+            for tried, setting in enumerate(settings()):
+                if tried and self.peer_seconds is not None and time.monotonic() - began > self.peer_seconds:
                     if best is not None:
                         best = dataclasses.replace(best, variant=f"{best.variant}, best of the first {tried}")
                     break
                 try:
                     with torch.no_grad(), setting.context():
-                        found = self._measure_setting(setting, call, expected, best)
+                        found = self._measure_setting(setting, judge, out_bytes, best)
                 except Exception as error:  # whatever a peer raises is its row's error
-                    failure = f"{setting.name}: {_brief(error)}"
-                    self._clean_up()
+                    failure = f"{setting.name}: {brief(error)}"
+                    self.clean_up()
                     continue
                 if best is None or found.time_us < best.time_us:
                     best = found
         except Exception as error:  # the same for what fails before a setting is there
-            failure = _brief(error)
-            self._clean_up()
+            failure = brief(error)
+            self.clean_up()
         return best or failure
 
     def _measure_setting(
-        self, setting: Setting, call: Call, expected: Expected, best: Measurement | None
+        self, setting: Setting, judge: Callable[[Ready], float | None], out_bytes: int, best: Measurement | None
     ) -> Measurement:
         ready = setting.make()
-        max_error = check(ready.run(), expected)
+        max_error = judge(ready)
         peak = peak_bytes(ready.run, self.device)
-        out_bytes = call.query.numel() * call.query.element_size()
         extra = None if peak is None else ready.held_bytes + max(0, peak - out_bytes)
         with measuring_alone(str(self.device)):
             timing = time_kernel(
@@ -231,16 +243,23 @@ class Bench:
                 max_rounds=MAX_ROUNDS,
                 stopwatch=self._stopwatch,
             )
-        return Measurement(setting.name, timing.median_us, extra, max_error)
+        is_best = best is None or timing.median_us < best.time_us
+        launches = kernel_launches(ready.run, self.device) if self._counts_launches and is_best else None
+        return Measurement(setting.name, timing.median_us, extra, max_error, launches)
 
     def _expected(self, call: Call, mask: Any) -> Expected:
         batch, num_heads, seqlen_q, head_dim = call.query.shape
         rows = sample_rows(batch, num_heads, seqlen_q, call.key.shape[2], head_dim, self.device.type)
         return expect(call.query, call.key, call.value, mask, call.scale, rows)
 
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
+        """Give back what a failure left behind."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _judge(expected: Expected, ready: Ready) -> float:
+    return check(ready.run(), expected)
 
 
 def check(out: Tensor, expected: Expected) -> float:
@@ -261,7 +280,7 @@ def check(out: Tensor, expected: Expected) -> float:
     return largest
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """The error's type and its first line that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else "no message"

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.runtime.masks import Mask
-from tilewright.tuner.oracle import active_rows, grouped_scores, oracle, oracle_rows, row_pieces
+from tilewright.tuner.oracle import DenseRows, active_rows, grouped_scores, oracle, oracle_rows, row_pieces
 
 PEER_MAX_FACTOR, PEER_RMS_FACTOR = 2.0, 1.5
 """How many times PyTorch's largest, and its RMS, error is allowed."""
@@ -48,7 +47,7 @@ class Expected:
 
 
 def expect(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: float, rows: Sequence[int] | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: DenseRows | None, scale: float, rows: Sequence[int] | None = None
 ) -> Expected:
     """The oracle and the bounds of one call, of every query row or of these ascending ones.
 
@@ -101,7 +100,7 @@ def _peer_errors(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | None,
+    mask: DenseRows | None,
     scale: float,
     rows: Sequence[int] | None,
     out: Tensor,

@@ -17,6 +17,7 @@ from tilewright.runtime.environment import Environment
 from tilewright.runtime.records import Measurement, Winner
 from tilewright.runtime.store.database import Store
 from tilewright.tuner.measured import Measured
+from tilewright.tuner.operations import operation_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,8 @@ class History:
 def fairest_baseline(problem: Problem, baselines: Mapping[str, float]) -> tuple[str, float] | None:
     """PyTorch's fastest implementation and its time, among those that compute the same function if there is any.
 
-    Dense attention beside a mask computes another one, and is given only where no masked call fitted into memory.
+    Dense attention beside a mask or a choice computes another one, and is given only where nothing else fitted into
+    memory.
     """
-    same = {name: time for name, time in baselines.items() if name != "sdpa_dense" or not problem.mask.terms}
+    same = operation_named(problem.operation).same_function(problem, baselines)
     return min((same or baselines).items(), key=lambda item: item[1], default=None)

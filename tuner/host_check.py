@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tilewright.generator.arch import arch_named
+from tilewright.generator.arch import Arch, arch_named
 from tilewright.generator.build import build
 from tilewright.generator.build_pool import BuildPool, available_cores
 from tilewright.generator.errors import InvalidInput, Outcome, VariantFailed
@@ -22,7 +22,7 @@ from tilewright.generator.render import render
 from tilewright.generator.sample import PairwiseSample, Target, pairs_of, pairwise_sample
 from tilewright.generator.variant import Kernel
 from tilewright.tuner.agreement import Agreement
-from tilewright.tuner.verified import TERM_SETS
+from tilewright.tuner.operations import Operation, all_operations
 from tilewright.tuner.worker import Worker
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
@@ -76,18 +76,27 @@ def cuda_families(archs: Sequence[str]) -> list[Family]:
 def kernels_to_check(
     archs: Sequence[str] = ARCHS, families: Sequence[Family] | None = None, *, seed: int = 0
 ) -> PairwiseSample:
-    """A pairwise sample of what can be legal on these architectures, over every dtype and the common masks.
+    """A pairwise sample of what can be legal on these architectures, over every operation, dtype and common mask.
 
     seed: another one gives another sample.
     """
     problems = [
-        Problem(dtype, head_dim, 1, 8, 8, 4096, 4096, arch, MaskClass(terms, " & ".join(terms) or "dense"))
-        for arch in archs
-        for dtype in arch_named(arch).dtypes
-        for head_dim in HEAD_DIMS
-        for terms in TERM_SETS
+        problem
+        for operation in all_operations()
+        for arch in map(arch_named, archs)
+        for dtype in arch.dtypes
+        for problem in _problems(operation, arch, dtype)
     ]
     return pairwise_sample(problems, cuda_families(archs) if families is None else families, seed=seed)
+
+
+def _problems(operation: Operation, arch: Arch, dtype: str) -> Iterator[Problem]:
+    """Every head dim with every set of mask terms that the operation's defaults are verified with."""
+    common = dict.fromkeys(problem.mask.terms for problem in operation.problems_to_verify(arch, dtype))
+    for head_dim in HEAD_DIMS:
+        for terms in common:
+            mask = MaskClass(terms, " & ".join(terms) or "dense")
+            yield Problem(dtype, head_dim, 1, 8, 8, 4096, 4096, arch.name, mask, operation.name)
 
 
 def worker_environment(sanitize: bool) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from tilewright.runtime.plans import MaskPlan
 from tilewright.tuner.case_book import CaseBook
 from tilewright.tuner.report_lines import located
 from tilewright.tuner.verify import VerifyReport, verify
+
+_READ, _WRITE, _WRITE_FIRST = range(3)
+"""What a kernel may do with a tensor, as `tilewright_host_watch` of `templates/_host/tensors.cpp` takes it."""
 
 _POINTERS = tuple(number for number, argument in enumerate(MASK_ARGUMENTS) if argument.ctype == "pointer")
 
@@ -80,27 +84,50 @@ class HostKernel(LoadedKernel):
         if lse is None:
             lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         read_only = {"query": query, "key": key, "value": value}
-        for name, tensor in {**read_only, "out": out, "lse": lse}.items():
+        self._forget({**read_only, "out": out, "lse": lse})
+        for name, tensor in read_only.items():
+            self._watch(name, tensor, _READ)
+        for name, tensor in _plan_tensors(plan):
+            self._watch(name, tensor, _READ)
+        self._watch("out", out, _WRITE)
+        self._watch("lse", lse, _WRITE)
+        with self._timed():
+            return super().run(query, key, value, plan, scale, out, lse)
+
+    def launch(self, values: Sequence[int | float], touched: Mapping[str, tuple[Tensor, bool]]) -> None:
+        """The same launch as on a GPU, with `touched` watched: what it may write it cannot read before it wrote it.
+
+        Raises what `run` does.
+        """
+        self._forget({name: tensor for name, (tensor, _) in touched.items()})
+        for name, (tensor, writable) in touched.items():
+            self._watch(name, tensor, _WRITE_FIRST if writable else _READ)
+            if name == "workspace":
+                tensor.fill_(0xFF)  # NaN in every element type, where nobody watches
+        with self._timed():
+            super().launch(values, touched)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """One launch: with its own order of threads, and its milliseconds kept."""
+        self._library.tilewright_host_seed(self.seed + len(self.launch_ms))
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.launch_ms.append((time.perf_counter() - started) * 1e3)
+
+    def _forget(self, tensors: Mapping[str, Tensor]) -> None:
+        """Watch nothing any more. Raises `InvalidInput` where one of the next launch's tensors is a GPU's."""
+        for name, tensor in tensors.items():
             if tensor.device.type != "cpu":
                 raise InvalidInput(
                     f"{name} is on {tensor.device}: a kernel built for the host check runs on the CPU alone"
                     "; pass CPU tensors, or build the kernel with generator.build for the GPU"
                 )
         self._library.tilewright_host_forget()
-        for name, tensor in read_only.items():
-            self._watch(name, tensor, writable=False)
-        for name, tensor in _plan_tensors(plan):
-            self._watch(name, tensor, writable=False)
-        self._watch("out", out, writable=True)
-        self._watch("lse", lse, writable=True)
-        self._library.tilewright_host_seed(self.seed + len(self.launch_ms))
-        started = time.perf_counter()
-        try:
-            return super().run(query, key, value, plan, scale, out, lse)
-        finally:
-            self.launch_ms.append((time.perf_counter() - started) * 1e3)
 
-    def _watch(self, name: str, tensor: Tensor, *, writable: bool) -> None:
+    def _watch(self, name: str, tensor: Tensor, access: int) -> None:
         numbers = ctypes.c_int64 * tensor.dim()
         self._library.tilewright_host_watch(
             name.encode(),
@@ -109,7 +136,7 @@ class HostKernel(LoadedKernel):
             tensor.dim(),
             numbers(*tensor.shape),
             numbers(*tensor.stride()),
-            int(writable),
+            access,
         )
 
 
@@ -129,12 +156,12 @@ def check_cases(loaded: HostKernel, book: CaseBook) -> HostReport:
             report = verify(loaded, book.device, book=book.only(index))
         except VariantFailed as error:
             if may_refuse and isinstance(error, LaunchFailed):
-                skipped.append(prepared.case.name)
+                skipped.append(prepared.name)
                 continue
-            raise type(error)(f"case '{prepared.case.name}', seed {loaded.seed}: {error}") from error
+            raise type(error)(f"case '{prepared.name}', seed {loaded.seed}: {error}") from error
         skipped += report.skipped
         reports.append(report)
-        case_ms.append((prepared.case.name, sum(loaded.launch_ms[before:])))
+        case_ms.append((prepared.name, sum(loaded.launch_ms[before:])))
         if not report.ok:
             break
     if not any(report.cases for report in reports):

@@ -22,8 +22,10 @@ POISON_BITS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float32: (torch.int32, 0x7FC0DEAD),
     torch.float16: (torch.int16, 0x7E5A),
     torch.bfloat16: (torch.int16, 0x7FDA),
+    torch.int32: (torch.int32, 0x7FC0DEAD),
 }
-"""NaNs with a payload of our own, as integers: an element that still has it was never written."""
+"""NaNs with a payload of our own, as integers: an element that still has it was never written. Of int32 the same bits,
+which are no block's number."""
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill with the NaN that says "never written"."""
+    """Fill with the bits that say "never written"."""
     bits_of(tensor).fill_(POISON_BITS[tensor.dtype][1])
 
 
@@ -84,6 +86,12 @@ def place(size: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: tor
     buffer = torch.empty(span + 2 * GUARD, dtype=dtype, device=device)
     poison(buffer)
     return Placed(buffer.as_strided(size, strides, start), buffer)
+
+
+def size4(tensor: Tensor) -> tuple[int, int, int, int]:
+    """The size of a tensor of four dimensions."""
+    batch, heads, tokens, dim = tensor.shape
+    return batch, heads, tokens, dim
 
 
 class FarBuffer:

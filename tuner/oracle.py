@@ -1,22 +1,38 @@
 """The fp64 reference of attention: the specification that every kernel is checked against.
 
-It reads a mask only through `Mask.dense_rows`, straight from the mask's definition, and knows nothing of plans,
+It reads a mask only through its `dense_rows`, straight from the mask's definition, and knows nothing of plans,
 tiles or kernels, so that a mistake in those cannot hide here as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from tilewright.runtime.masks import Mask
 
 SCORE_BYTES_LIMIT = {"cpu": 64 << 20, "cuda": 1 << 30}
 """How large one chunk's fp64 scores may be; a chunk holds about four such temporaries."""
 
 RowRange = tuple[int, int]
+
+
+class DenseRows(Protocol):
+    """What restricts a call, as far as its answer goes: `runtime.masks.Mask`, or lists of blocks."""
+
+    def dense_rows(
+        self,
+        batch: int,
+        num_heads: int,
+        seqlen_q: int,
+        seqlen_kv: int,
+        device: torch.device | str,
+        q_start: int,
+        q_stop: int,
+    ) -> Tensor:
+        """Query rows q_start to q_stop - 1, True where active: bool [B|1, H|1, q_stop - q_start, seqlen_kv]."""
+        ...
 
 
 def row_pieces(query: Tensor, key: Tensor, rows: Sequence[int] | None) -> list[RowRange]:
@@ -39,7 +55,7 @@ def row_runs(rows: Sequence[int]) -> list[RowRange]:
     return runs
 
 
-def oracle(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
+def oracle(query: Tensor, key: Tensor, value: Tensor, mask: DenseRows | None, scale: float) -> tuple[Tensor, Tensor]:
     """`softmax(scale * query @ key^T where active) @ value` and its log-sum-exp, in fp64.
 
     query [B, H, Nq, D], key and value [B, Hkv, Nkv, D] with H a multiple of Hkv, any dtype; they are widened to fp64
@@ -50,7 +66,7 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: 
 
 
 def oracle_rows(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: float, rows: Sequence[int]
+    query: Tensor, key: Tensor, value: Tensor, mask: DenseRows | None, scale: float, rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """`oracle` for some query rows alone: out [B, H, len(rows), D] and lse [B, H, len(rows)], in the rows' order.
 
@@ -59,7 +75,7 @@ def oracle_rows(
     return _over(query, key, value, mask, scale, row_pieces(query, key, rows))
 
 
-def active_rows(mask: Mask | None, query: Tensor, key: Tensor, start: int, stop: int) -> Tensor | None:
+def active_rows(mask: DenseRows | None, query: Tensor, key: Tensor, start: int, stop: int) -> Tensor | None:
     """Which pairs of these query rows are active: bool [B|1, H|1, stop - start, Nkv], or None for all of them."""
     if mask is None:
         return None
@@ -77,7 +93,7 @@ def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _over(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scale: float, pieces: list[RowRange]
+    query: Tensor, key: Tensor, value: Tensor, mask: DenseRows | None, scale: float, pieces: list[RowRange]
 ) -> tuple[Tensor, Tensor]:
     batch, num_heads, _, head_dim = query.shape
     total = sum(stop - start for start, stop in pieces)

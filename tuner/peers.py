@@ -19,8 +19,15 @@ from tilewright.runtime.masks import Mask
 from tilewright.tuner.baselines import MASK_SHARE_OF_FREE_MEMORY, free_bytes
 from tilewright.tuner.memory import tensor_bytes
 
-ANOTHER_FUNCTION = "dense: another function"
+ANOTHER = "another function"
+
+ANOTHER_FUNCTION = f"dense: {ANOTHER}"
 """What the variant of a row starts with that computes dense attention in place of the mask."""
+
+
+def names_another_function(variant: str) -> bool:
+    """Whether a row's variant says that something else was computed than what the row asks for."""
+    return variant.partition(",")[0].endswith(f": {ANOTHER}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tilewright.tuner.active_pairs import row_active_pairs
 from tilewright.tuner.bench import OWN, BenchRow
 from tilewright.tuner.history import fairest_baseline
 from tilewright.tuner.progress import ProblemResult, Status, TuneReport
@@ -14,7 +13,8 @@ from tilewright.tuner.progress import ProblemResult, Status, TuneReport
 def summary(report: TuneReport, *, workload: str, effort: str, database: str) -> dict[str, Any]:
     """The run as JSON-ready values: `rows` as `tilewright bench` writes them, `problems`, and counts by outcome.
 
-    A row's rate counts active pairs only, 4 head_dim operations each. Counting reads every row's mask, on the device.
+    A row's rate counts active or chosen pairs only, 4 head_dim operations each, and scored ones of a choice, 2 head_dim
+    each. Counting reads every row's mask, or makes its choice, on the device.
     """
     environment = report.target.environment
     return {
@@ -83,12 +83,8 @@ def _row(
         seqlen_kv=shape.seqlen_kv,
     )
     if time_us:
-        pairs = row_active_pairs(shape, report.target.devices[0])
-        row = dataclasses.replace(
-            row,
-            tflops=4 * shape.head_dim * pairs / time_us / 1e6,
-            density=pairs / (shape.batch * shape.num_heads * shape.seqlen_q * shape.seqlen_kv),
-        )
+        work = shape.asked_of.work(shape, report.target.devices[0])
+        row = dataclasses.replace(row, tflops=work.flops / time_us / 1e6, density=work.density)
     return row.to_dict()
 
 

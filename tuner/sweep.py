@@ -196,7 +196,7 @@ class _RowSweep:
         return {
             "row": self._row.name,
             "problem": json.dumps(self._problem.to_dict(), sort_keys=True),
-            "inputs": json.dumps({"mask": self._row.mask, "seed": self._row.seed}),
+            "inputs": json.dumps(self._row.asked_of.identity(self._row)),
             "environment": json.dumps(self._target.environment.to_dict(), sort_keys=True),
         }
 

@@ -20,31 +20,13 @@ from tilewright.generator.arch import Arch, arch_named
 from tilewright.generator.build_pool import BuildPool
 from tilewright.generator.errors import InvalidInput, VariantFailed
 from tilewright.generator.family import Family, all_families
-from tilewright.generator.problem import MaskClass, Problem
+from tilewright.generator.problem import Problem
 from tilewright.generator.render import render
-from tilewright.generator.space import family_default, form_defaults, problem_reason
-from tilewright.generator.variant import Kernel, kernel_of
+from tilewright.generator.space import family_default, form_defaults, problem_reason, unable_reason
+from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
 from tilewright.runtime.winners import shipped_winners
+from tilewright.tuner.operations import Operation, all_operations
 from tilewright.tuner.worker import Worker
-
-TERM_SETS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("bound",),
-    ("bound", "document"),
-    ("window", "stride"),
-    ("bound", "window", "tokens"),
-    ("and_blocks",),
-    ("bound", "and_blocks"),
-    ("window", "or_blocks"),
-    ("and_bits",),
-)
-"""Mask classes that calls commonly have: every term is in one of them."""
-
-HEAD_DIMS = (64, 128)
-"""Verified with every class of mask."""
-
-OTHER_HEAD_DIMS = (16, 32, 96, 192, 256)
-"""Verified with a causal mask: the smallest, the largest, and ones that are no power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,40 +65,42 @@ def kernels_to_verify(arch: Arch) -> list[Kernel]:
     Every family's default for the common classes of masks, each mask form of it, and the winners that ship.
     """
     found: dict[Kernel, None] = {}
-    for family in all_families().values():
-        if family.instructions not in arch.instructions:
-            continue
-        for dtype in family.dtypes:
-            for head_dim in HEAD_DIMS:
-                for terms in TERM_SETS:
-                    found.update(dict.fromkeys(_default_kernels(family, arch, dtype, head_dim, terms)))
-            for head_dim in OTHER_HEAD_DIMS:
-                found.update(dict.fromkeys(_default_kernels(family, arch, dtype, head_dim, ("bound",))))
-        for terms in (("window", "stride"), ("bound", "and_blocks")):
-            found.update(dict.fromkeys(_every_form(family, arch, terms)))
+    for operation in all_operations():
+        for family in all_families().values():
+            if family.operation == operation.name and family.instructions in arch.instructions:
+                found.update(dict.fromkeys(_kernels_of(family, operation, arch)))
     for winner in shipped_winners():
         if winner.problem.target == arch.name and problem_reason(winner.problem, winner.spec) is None:
             found[kernel_of(winner.problem, winner.spec)] = None
     return list(found)
 
 
-def _problem(arch: Arch, dtype: str, head_dim: int, terms: tuple[str, ...]) -> Problem:
-    return Problem(dtype, head_dim, 1, 8, 8, 4096, 4096, arch.name, MaskClass(terms, " & ".join(terms) or "dense"))
+def _kernels_of(family: Family, operation: Operation, arch: Arch) -> Iterator[Kernel]:
+    for dtype in family.dtypes:
+        problems = list(operation.problems_to_verify(arch, dtype))
+        for problem in problems:
+            spec = family_default(problem, family)
+            if spec is not None:
+                yield kernel_of(problem, spec)
+        for spec in _other_defaults(problems[0], family):
+            yield kernel_of(problems[0], spec)
+    for problem in operation.forms_to_verify(arch, family.dtypes[0]):
+        for form in family.mask_forms:
+            legal = list(form_defaults(problem, family, form))
+            for spec in legal if family.purpose == "ladder" else legal[:1]:
+                yield kernel_of(problem, spec)
 
 
-def _default_kernels(family: Family, arch: Arch, dtype: str, head_dim: int, terms: tuple[str, ...]) -> Iterator[Kernel]:
-    problem = _problem(arch, dtype, head_dim, terms)
-    spec = family_default(problem, family)
-    if spec is not None:
-        yield kernel_of(problem, spec)
-
-
-def _every_form(family: Family, arch: Arch, terms: tuple[str, ...]) -> Iterator[Kernel]:
-    problem = _problem(arch, family.dtypes[0], 64, terms)
-    for form in family.mask_forms:
-        legal = list(form_defaults(problem, family, form))
-        for spec in legal if family.purpose == "ladder" else legal[:1]:
-            yield kernel_of(problem, spec)
+def _other_defaults(problem: Problem, family: Family) -> list[VariantSpec]:
+    """Where lengths and sizes decide which entry of `defaults` a call gets: all entries that can run the problem."""
+    if not (family.problem_rules or family.worth_rules):
+        return []
+    every = [
+        VariantSpec.from_values(family.name, {"mask_form": form, **values})
+        for form in family.mask_forms
+        for values in family.defaults
+    ]
+    return [spec for spec in every if unable_reason(problem, spec) is None]
 
 
 def verify_kernels(kernels: Iterable[Kernel], device: str, *, jobs: int | None = None) -> Iterator[Verdict]:

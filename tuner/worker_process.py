@@ -24,18 +24,15 @@ from tilewright.generator.errors import (
 )
 from tilewright.generator.host_build import is_host_artifact
 from tilewright.generator.variant import Kernel
-from tilewright.runtime.canonical import canonical
 from tilewright.runtime.launch import LoadedKernel
-from tilewright.runtime.plans import MaskPlan, plan_for
 from tilewright.tuner.agreement import Agreement, compare_with_gpu
-from tilewright.tuner.baselines import time_baselines
 from tilewright.tuner.case_book import CaseBook
-from tilewright.tuner.cases import HOST_SHAPES
-from tilewright.tuner.expected import Expected, expect, sample_rows
 from tilewright.tuner.host_kernel import HostKernel, HostReport, check_cases
 from tilewright.tuner.measured import Measured
+from tilewright.tuner.operations import BoundCall, PreparedRow
 from tilewright.tuner.timing import SURVEY_S, TIMING_S, Stopwatch, Timing, interleaved, time_kernel, time_once
-from tilewright.tuner.verify import VerifyReport, verify, verify_call
+from tilewright.tuner.verdicts import VerifyReport
+from tilewright.tuner.verify import verify
 from tilewright.tuner.worker import TAKEN
 
 if TYPE_CHECKING:
@@ -61,25 +58,28 @@ class Session:
         self.gpu_book: CaseBook | None = None
         self._loaded: dict[Path, LoadedKernel] = {}
         self._passed: dict[Path, VerifyReport] = {}
-        self._row: WorkloadRow | None = None
-        self._full: Expected | None = None
+        self._prepared: PreparedRow | None = None
 
     def prepare(self, row: WorkloadRow) -> None:
-        """Make this row's inputs, its mask and the fp64 answer of a sample of its rows."""
-        self._row = row
-        self._make_inputs()
-        batch, num_heads, seqlen_q, head_dim = self._inputs[0].shape
-        seqlen_kv = self._inputs[1].shape[2]
-        self._scale = head_dim**-0.5
-        rows = sample_rows(batch, num_heads, seqlen_q, seqlen_kv, head_dim, self.device.type)
-        self._sample: Expected = expect(*self._inputs, self._mask, self._scale, rows)
-        self._full = self._sample if len(rows) == seqlen_q else None
+        """Make this row's inputs and the fp64 answer of a sample of its rows."""
+        self._prepared = None  # what an earlier row holds is not needed beside it
+        prepared = row.asked_of.row(row, self.device)
+        prepared.answer()
+        self._prepared = prepared
+
+    @property
+    def _row(self) -> PreparedRow:
+        if self._prepared is None:
+            raise LaunchFailed("the worker has no row; call prepare first")
+        return self._prepared
 
     def measure(self, kernel: Kernel, artifact: Path, limit_us: float | None) -> Measured:
         """Verify on every case, then on a sample of the tuned shape's rows; only what is right is timed."""
         loaded = self._load(kernel, artifact)
         report = self._pass_cases(loaded)
-        return self._time(loaded, report, self._plan(kernel), limit_us) if report.ok else self._wrong(loaded, report)
+        if not report.ok:
+            return self._wrong(loaded, report)
+        return self._time(loaded, report, self._row.bind(loaded), limit_us)
 
     def survey(self, kernel: Kernel, artifact: Path, limit_us: float | None) -> Measured:
         """As `Worker.survey` says."""
@@ -87,12 +87,12 @@ class Session:
         report = self._pass_cases(loaded)
         if not report.ok:
             return self._wrong(loaded, report)
-        plan = self._plan(kernel)
+        call = self._row.bind(loaded)
         if limit_us is not None:
-            timing = time_once(self._runner(loaded, plan), limit_us, self.stopwatch)
+            timing = time_once(call.runner(), limit_us, self.stopwatch)
             if timing.stopped_early:
                 return self._timed(loaded, timing, f"{report.message}; too slow to repeat", [report])
-        return self._time(loaded, report, plan, None, SURVEY_S)
+        return self._time(loaded, report, call, None, SURVEY_S)
 
     def _pass_cases(self, loaded: LoadedKernel) -> VerifyReport:
         """The verdict over every case; of a kernel that passed before, the one from then."""
@@ -105,17 +105,16 @@ class Session:
         self,
         loaded: LoadedKernel,
         cases: VerifyReport,
-        plan: MaskPlan,
+        call: BoundCall,
         limit_us: float | None,
         budget_s: float = TIMING_S,
     ) -> Measured:
         """Compare with fp64 at the tuned shape, then time."""
-        shape = verify_call(loaded, *self._inputs, plan, self._scale, self._sample)
+        shape = call.check()
         if not shape.ok:
-            self._make_inputs()  # what is wrong may have written to them
+            self._row.renew()  # what is wrong may have written to the inputs
             return self._wrong(loaded, shape)
-        run = self._runner(loaded, plan)
-        timing = time_kernel(run, self.device, limit_us=limit_us, budget_s=budget_s, stopwatch=self.stopwatch)
+        timing = time_kernel(call.runner(), self.device, limit_us=limit_us, budget_s=budget_s, stopwatch=self.stopwatch)
         return self._timed(loaded, timing, f"{cases.message}; {shape.message}", [cases, shape])
 
     def _timed(self, loaded: LoadedKernel, timing: Timing, message: str, reports: list[VerifyReport]) -> Measured:
@@ -138,36 +137,31 @@ class Session:
 
     def check(self, kernel: Kernel, artifact: Path, seed: int) -> HostReport:
         """Every case for the host of a kernel built by `host_build`; needs no row, and no GPU whatever the device."""
-        self.host_book = self.host_book or CaseBook(torch.device("cpu"), HOST_SHAPES)
+        self.host_book = self.host_book or CaseBook(torch.device("cpu"), "host")
         return check_cases(HostKernel(artifact, kernel, module_name(kernel, artifact), seed), self.host_book)
 
     def agree(self, kernel: Kernel, host: Path, gpu: Path) -> Agreement:
         """The same cases on the CPU and on this session's GPU, compared; needs no row."""
-        self.host_book = self.host_book or CaseBook(torch.device("cpu"), HOST_SHAPES)
-        self.gpu_book = self.gpu_book or CaseBook(self.device, HOST_SHAPES)
+        self.host_book = self.host_book or CaseBook(torch.device("cpu"), "host")
+        self.gpu_book = self.gpu_book or CaseBook(self.device, "host")
         on_host = HostKernel(host, kernel, module_name(kernel, host))
         return compare_with_gpu(on_host, self._load(kernel, gpu), self.host_book, self.gpu_book)
 
     def compare(self, targets: Sequence[Target], rounds: int) -> list[list[float]]:
         """Times in microseconds of each kernel, taken in turn."""
-        loaded = [self._load(kernel, artifact) for kernel, artifact in targets]
-        runs = [self._runner(one, self._plan(one.kernel)) for one in loaded]
+        runs = [self._row.bind(self._load(kernel, artifact)).runner() for kernel, artifact in targets]
         return interleaved(runs, rounds, self.device, stopwatch=self.stopwatch)
 
     def verify_at_shape(self, kernel: Kernel, artifact: Path) -> VerifyReport:
         """Compare the tuned shape with fp64: every query row on a GPU, the bounded sample of them on the CPU."""
-        if self._full is None and self.device.type == "cuda":
-            self._full = expect(*self._inputs, self._mask, self._scale)
-        expected = self._full or self._sample
-        loaded = self._load(kernel, artifact)
-        report = verify_call(loaded, *self._inputs, self._plan(kernel), self._scale, expected)
+        report = self._row.bind(self._load(kernel, artifact)).check(whole=True)
         if not report.ok:
-            self._make_inputs()
+            self._row.renew()
         return report
 
     def baselines(self) -> dict[str, float]:
         """PyTorch's times for the row, in microseconds, by name."""
-        return time_baselines(*self._inputs, self._mask, self._scale, self.stopwatch)
+        return self._row.baselines(self.stopwatch)
 
     def is_healthy(self) -> bool:
         """Whether the device still answers; after an illegal address on a GPU every later call of a process fails."""
@@ -178,35 +172,6 @@ class Session:
             return bool((torch.ones(1, device=self.device) + 1).item() == 2)
         except RuntimeError:
             return False
-
-    def _make_inputs(self) -> None:
-        if self._row is None:
-            raise LaunchFailed("the worker has no row; call prepare first")
-        query, key, value, self._mask = self._row.make_inputs(self.device)
-        self._inputs = (query, key, value)
-        self._canonical = canonical(self._mask, query.shape[2], key.shape[2])
-
-    def _plan(self, kernel: Kernel) -> MaskPlan:
-        if self._row is None:
-            raise LaunchFailed("the worker has no row; call prepare first")
-        query, key, _ = self._inputs
-        batch, num_heads, seqlen_q, _ = query.shape
-        return plan_for(
-            kernel,
-            self._canonical,
-            batch=batch,
-            num_heads=num_heads,
-            seqlen_q=seqlen_q,
-            seqlen_kv=key.shape[2],
-            device=self.device,
-        )
-
-    def _runner(self, loaded: LoadedKernel, plan: MaskPlan) -> Any:
-        query, key, value = self._inputs
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=self.device)
-        scale = self._scale
-        return lambda: loaded.run(query, key, value, plan, scale, out=out, lse=lse)
 
     def _load(self, kernel: Kernel, artifact: Path) -> LoadedKernel:
         if is_host_artifact(artifact):

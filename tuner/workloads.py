@@ -13,9 +13,9 @@ import torch
 
 from tilewright.generator.errors import InvalidInput
 from tilewright.generator.problem import DTYPES, Problem, check_head_dim
-from tilewright.runtime.canonical import mask_class
 from tilewright.runtime.masks import Mask
 from tilewright.tuner.mask_text import MaskShape, parse_mask
+from tilewright.tuner.operations import Operation, all_operations, operation_named
 
 TARGET_KINDS = ("cpu", "cuda")
 
@@ -25,11 +25,13 @@ AXES = ("length", "density")
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRow:
-    """One attention call: sizes in tokens and elements, the mask as text (see `mask_text.parse_mask`).
+    """One call of an operation, attention_forward unless it says so: sizes in tokens and elements.
 
     num_kv_heads, seqlen_kv: 0 stands for num_heads, seqlen_q, and is replaced by them.
     targets: the kinds of device the row is meant for. beside: an earlier row whose time this one's is divided by, in a
-    benchmark; empty for none.
+    benchmark; empty for none. mask: as text (see `mask_text.parse_mask`). block_size to window_blocks: as the arguments
+    of `tilewright.select_blocks`, query_group for `select`, 1 where each query chooses; top_k: blocks, of each chooser
+    where it is a tuple.
     Raises `InvalidInput` that names the field, what it got and what is allowed.
     """
 
@@ -45,6 +47,14 @@ class WorkloadRow:
     seed: int = 0
     targets: tuple[str, ...] = TARGET_KINDS
     beside: str = ""
+    operation: str = "attention_forward"
+    block_size: int = 64
+    top_k: int | tuple[int, ...] = 16
+    causal: bool = False
+    query_group: int = 1
+    select_heads: str = "query"
+    sink_blocks: int = 0
+    window_blocks: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
@@ -62,13 +72,28 @@ class WorkloadRow:
         unknown = [t for t in self.targets if t not in TARGET_KINDS]
         if unknown or not self.targets:
             raise InvalidInput(f"targets must be among {', '.join(TARGET_KINDS)}; got {', '.join(unknown) or 'none'}")
+        own = self.asked_of.row_keys
+        for name in {key for operation in all_operations() for key in operation.row_keys - own}:
+            if getattr(self, name) != _FIELDS[name].default:
+                takers = [operation.name for operation in all_operations() if name in operation.row_keys]
+                raise InvalidInput(f"{name} is for rows of {' and '.join(takers)}; this one is of {self.operation}")
+
+    @property
+    def asked_of(self) -> Operation:
+        """The operation that the row is a call of."""
+        return operation_named(self.operation)
 
     def runs_on(self, target: str) -> bool:
         """Whether the row is meant for this architecture name or device kind."""
         return ("cpu" if target == "cpu" else "cuda") in self.targets
 
     def make_mask(self) -> Mask | None:
-        """The row's mask, tensors on the CPU, the same on every machine; None where nothing is masked."""
+        """The row's mask, tensors on the CPU, the same on every machine; None where nothing is masked.
+
+        Raises `InvalidInput` for a row that chooses blocks instead.
+        """
+        if "mask" not in self.asked_of.row_keys:
+            raise InvalidInput(f"row {self.name} is of {self.operation}, which has no mask")
         mask = parse_mask(self.mask, MaskShape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv, self.seed))
         if mask is not None:
             mask.check(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv, torch.device("cpu"))
@@ -76,25 +101,10 @@ class WorkloadRow:
 
     def problem(self, target: str) -> Problem:
         """The problem this row is on an architecture; the key its winner is stored under."""
-        made = self.make_mask()
-        kind = mask_class(made, self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
-        if target != "cpu" and made is not None and made.tensors:
-            # A call on CUDA does not wait for the device to count pairs, so its key has no density either.
-            kind = dataclasses.replace(kind, density=None)
-        return Problem(
-            dtype=self.dtype,
-            head_dim=self.head_dim,
-            batch=self.batch,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            seqlen_q=self.seqlen_q,
-            seqlen_kv=self.seqlen_kv,
-            target=target,
-            mask=kind,
-        )
+        return self.asked_of.problem(self, target)
 
-    def make_inputs(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Mask | None]:
-        """Query, key, value (standard normal, `[batch, heads, tokens, head_dim]`) and the mask, on `device`."""
+    def make_tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key, value: standard normal, `[batch, heads, tokens, head_dim]`, on `device`."""
         where = torch.device(device)
         generator = torch.Generator(where).manual_seed(self.seed)
         dtype = getattr(torch, self.dtype)
@@ -104,9 +114,13 @@ class WorkloadRow:
             return torch.randn(size, generator=generator, dtype=dtype, device=where)
 
         query = normal(self.num_heads, self.seqlen_q)
-        key, value = normal(self.num_kv_heads, self.seqlen_kv), normal(self.num_kv_heads, self.seqlen_kv)
+        return query, normal(self.num_kv_heads, self.seqlen_kv), normal(self.num_kv_heads, self.seqlen_kv)
+
+    def make_inputs(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Mask | None]:
+        """`make_tensors` and the mask, on `device`."""
+        query, key, value = self.make_tensors(device)
         made = self.make_mask()
-        return query, key, value, None if made is None else made.to(where)
+        return query, key, value, None if made is None else made.to(query.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +196,8 @@ def parse_workload(text: str, source: str) -> Workload:
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(WorkloadRow)}
-_TEXTS, _LISTS = ("name", "dtype", "mask", "beside"), ("targets",)
+_TEXTS = ("name", "dtype", "mask", "beside", "operation", "select_heads")
+_FROM_NOTHING = ("seed", "sink_blocks", "window_blocks")
 
 
 def _row(table: dict[str, Any], where: str) -> WorkloadRow:
@@ -190,27 +205,34 @@ def _row(table: dict[str, Any], where: str) -> WorkloadRow:
         where = f"{where} ({table['name']})"
     _known_keys(table, tuple(_FIELDS), where)
     for key, value in table.items():
-        if key in _TEXTS:
-            fits, allowed = isinstance(value, str) and value.strip() != "", "text"
-        elif key in _LISTS:
-            fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            allowed = f"a list of {', '.join(TARGET_KINDS)}"
-        else:
-            least = 0 if key == "seed" else 1
-            fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            allowed = f"an integer of {least} or more"
+        fits, allowed = _fits(key, value)
         if not fits:
             raise InvalidInput(f"{where}: {key} must be {allowed}; got {value!r}")
     missing = [n for n, f in _FIELDS.items() if f.default is dataclasses.MISSING and n not in table]
     if missing:
         raise InvalidInput(f"{where}: {', '.join(missing)} missing; every row needs them")
     try:
-        fields: dict[str, Any] = {key: tuple(value) if key in _LISTS else value for key, value in table.items()}
+        fields: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in table.items()}
         row = WorkloadRow(**fields)
-        row.make_mask()
+        row.asked_of.check_row(row)
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from error
     return row
+
+
+def _fits(key: str, value: object) -> tuple[bool, str]:
+    """Whether a key's value is of the right kind, and what is."""
+    if key in _TEXTS:
+        return isinstance(value, str) and value.strip() != "", "text"
+    if key == "targets":
+        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return fits, f"a list of {', '.join(TARGET_KINDS)}"
+    if key == "causal":
+        return isinstance(value, bool), "true or false"
+    least = 0 if key in _FROM_NOTHING else 1
+    numbers = value if key == "top_k" and isinstance(value, list) else [value]
+    fits = all(isinstance(n, int) and not isinstance(n, bool) and n >= least for n in numbers)
+    return fits, f"an integer of {least} or more" + (", or a list of them" if key == "top_k" else "")
 
 
 def _known_keys(table: dict[str, Any], allowed: tuple[str, ...], where: str) -> None:

@@ -21,12 +21,15 @@ StackPointer launcher;  // where run_grid waits
 KernelCall kernel_call;
 const void* kernel_closure;
 std::vector<int> ready;  // threads that may go on, the next one last
-struct {
+struct Barrier {
     int arrived, votes, result;
     int first, line;  // the first to arrive, and where
     const char* kind;
 } barrier;
 int exited;
+unsigned pauses;                 // of threads that wait, in a row, since anything was written or anybody went on
+unsigned running_together;       // blocks of a grid that runs all at once and are not done; 0: one runs after the other
+unsigned waiting_blocks;         // in a row, since anything was written
 uint64_t seed = 1;
 bool failed;
 std::string report;
@@ -97,6 +100,7 @@ int next_thread() {
 void run_thread() {
     kernel_call(kernel_closure);
     leave_warpgroup();
+    pauses = 0;
     block.all[block.current].state = State::Exited;
     StackPointer finished;
     if (++exited < block.threads) {
@@ -108,8 +112,37 @@ void run_thread() {
     __builtin_unreachable();
 }
 
-void run_block(unsigned index) {
+// Of a grid whose blocks run all at once: what is kept of one while another one runs.
+struct BlockAside {
+    Aside own, collectives, shared, log, global_log;
+};
+
+void exchange(BlockAside& aside) {
+    struct Kept {
+        Block block;
+        std::vector<int> ready;
+        Barrier barrier;
+        int exited;
+        uint32_t block_synced, warp_synced[MAX_WARPS];
+    };
+    Kept& kept = kept_of<Kept>(aside.own);
+    std::swap(block, kept.block);
+    std::swap(ready, kept.ready);
+    std::swap(barrier, kept.barrier);
+    std::swap(exited, kept.exited);
+    std::swap(block_synced, kept.block_synced);
+    std::swap(warp_synced, kept.warp_synced);
+    exchange_collectives(aside.collectives);
+    exchange_shared(aside.shared);
+    exchange_log(aside.log);
+    exchange_global_log(aside.global_log);
+}
+
+void start_block(unsigned index, unsigned count, unsigned threads) {
     block.index = index;
+    block.count = count;
+    block.threads = int(threads);
+    if (block.all.size() < threads) block.all.resize(threads);
     begin_block();
     barrier.arrived = barrier.votes = exited = 0;
     ready.clear();
@@ -123,12 +156,45 @@ void run_block(unsigned index) {
     }
     block.current = -1;
     make_ready(0, block.threads);
+}
+
+// Whether the block is done; if not, all its threads wait for other blocks.
+bool continue_block() {
+    pauses = 0;
     block.current = ready.back();
     ready.pop_back();
     block.running = true;
     switch_stack(&launcher, block.all[block.current].stack);
     block.running = false;
+    if (!failed && exited < block.threads) return false;
     end_block();
+    return true;
+}
+
+// Blocks that all run at once take turns: each goes on until all its threads wait.
+void run_together(unsigned blocks, unsigned threads) {
+    static std::vector<BlockAside> asides;
+    if (asides.size() < blocks) asides.resize(blocks);
+    std::vector<unsigned> left;
+    for (unsigned index = 0; index < blocks; ++index) left.insert(left.begin() + random_below(index + 1), index);
+    running_together = blocks;
+    waiting_blocks = 0;
+    std::vector<bool> started(blocks);
+    for (size_t turn = 0; running_together != 0 && !failed;) {
+        const unsigned index = left[turn %= left.size()];
+        exchange(asides[index]);
+        if (!started[index]) start_block(index, blocks, threads);
+        started[index] = true;
+        if (continue_block()) {
+            left.erase(left.begin() + ptrdiff_t(turn));
+            --running_together;
+        } else {
+            ++turn;
+        }
+        if (failed) block.stacks.forget_poison();
+        exchange(asides[index]);
+    }
+    running_together = 0;
 }
 
 }  // namespace
@@ -149,6 +215,7 @@ void make_ready(int first, int count, unsigned lanes) {
 }
 
 void wait_in(const char* kind, int line) {
+    pauses = 0;
     Thread& self = block.all[block.current];
     self.state = State::Waiting;
     self.kind = kind;
@@ -156,6 +223,37 @@ void wait_in(const char* kind, int line) {
     const int mine = block.current;
     block.current = next_thread();
     if (block.current == mine) return;  // a copy that landed just now was what it waited for
+    switch_stack(&self.stack, block.all[block.current].stack);
+    block.current = mine;
+}
+
+void note_write() { pauses = waiting_blocks = 0; }
+
+// What no thread of this block brings now, only another block can bring: an earlier one, or any that runs at the same time.
+void yield_to_others(int line) {
+    const bool stuck = pauses++ > ready.size() && copies_in_flight == 0;
+    if (stuck && running_together == 0) {
+        fault_at({nullptr, line},
+                 "this thread waits for a value that never comes: no other thread of block %u of %u can go on, and here the blocks "
+                 "after it start only once it is done; a block may only wait for those before it",
+                 block.index, block.count);
+    }
+    if (stuck && ++waiting_blocks > running_together) {
+        fault_at({nullptr, line},
+                 "this thread waits for a value that never comes: no thread of the %u of %u blocks that are not done can go on",
+                 running_together, block.count);
+    }
+    if (stuck && clocked) fault_at({nullptr, line}, "blocks that run all at once may have no mbarriers and named barriers here");
+    Thread& self = block.all[block.current];
+    ready.insert(ready.begin(), block.current);
+    const int mine = block.current;
+    if (stuck) {
+        switch_stack(&self.stack, launcher);
+        block.current = mine;
+        return;
+    }
+    block.current = next_thread();
+    if (block.current == mine) return;
     switch_stack(&self.stack, block.all[block.current].stack);
     block.current = mine;
 }
@@ -214,16 +312,20 @@ void fault(const char* format, ...) {
     leave(std::string(text) + "; " + place({nullptr, block.all[block.current].line}) + ", " + person(block.current));
 }
 
-int run_grid(unsigned blocks, unsigned threads, size_t smem_bytes, KernelCall call, const void* closure) {
+int run_grid(unsigned blocks, unsigned threads, size_t smem_bytes, KernelCall call, const void* closure, bool together) {
     if (blocks == 0 || threads == 0 || threads > MAX_THREADS) return cudaErrorInvalidConfiguration;
     kernel_call = call;
     kernel_closure = closure;
-    block.count = blocks;
-    block.threads = int(threads);
-    if (block.all.size() < threads) block.all.resize(threads);
     failed = false;
     begin_grid(smem_bytes);
-    for (unsigned index = 0; index < blocks && !failed; ++index) run_block(index);
+    if (together) {
+        if (blocks > MULTIPROCESSORS) return cudaErrorInvalidConfiguration;
+        run_together(blocks, threads);
+    }
+    for (unsigned index = 0; index < blocks && !together && !failed; ++index) {
+        start_block(index, blocks, threads);
+        continue_block();
+    }
     if (!failed) return 0;
     block.stacks.forget_poison();
     return cudaErrorLaunchFailure;

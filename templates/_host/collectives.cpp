@@ -1,5 +1,6 @@
 // Operations of a whole warp or warpgroup: threads meet, the last to arrive does the work for all.
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "clocks.h"
@@ -27,6 +28,13 @@ struct WarpgroupMeeting {
 } warpgroup_meetings[MAX_WARPGROUPS];
 
 }  // namespace
+
+void exchange_collectives(Aside& aside) {
+    struct Kept {
+        std::vector<Meeting> meetings[MAX_WARPS];
+    };
+    std::swap(meetings, kept_of<Kept>(aside).meetings);
+}
 
 void begin_collectives() {
     for (auto& warp : meetings) warp.clear();

@@ -145,8 +145,8 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t error) { return tilewright_host::report_of(error); }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    constexpr int MULTIPROCESSORS = 3;  // few: what is persistent gets several tiles
-    *value = attribute == cudaDevAttrMultiProcessorCount ? MULTIPROCESSORS : tilewright_host::shared_memory_limit();
+    const bool count = attribute == cudaDevAttrMultiProcessorCount;
+    *value = count ? int(tilewright_host::MULTIPROCESSORS) : tilewright_host::shared_memory_limit();
     return cudaSuccess;
 }
 inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
@@ -171,29 +171,36 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*
     return cudaSuccess;
 }
 
-// The only way a kernel starts. Each thread gets a copy of the arguments, made by code whose accesses nobody watches.
+// The only ways a kernel starts. Each thread gets a copy of the arguments, made by code whose accesses nobody watches.
+namespace tilewright_host {
+
 template <typename... Parameters>
-inline cudaError_t launch_grid(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t smem_bytes, cudaStream_t,
-                               Parameters... values) {
-    if (int(smem_bytes) > tilewright_host::allowed_shared_memory(reinterpret_cast<const void*>(kernel))) {
-        return cudaErrorInvalidValue;
-    }
+inline cudaError_t start_grid(bool together, void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t smem_bytes,
+                              Parameters... values) {
+    if (int(smem_bytes) > allowed_shared_memory(reinterpret_cast<const void*>(kernel))) return cudaErrorInvalidValue;
     const auto call = [=]() __attribute__((no_sanitize("thread", "address"))) { kernel(values...); };
     using Call = decltype(call);
     const auto call_one = [](const void* closure) __attribute__((no_sanitize("thread", "address"))) {
         (*static_cast<const Call*>(closure))();
     };
-    return cudaError_t(tilewright_host::run_grid(blocks, threads, smem_bytes, call_one, &call));
+    return cudaError_t(run_grid(blocks, threads, smem_bytes, call_one, &call, together));
 }
 
-// A grid whose blocks all run at once. Here blocks run one after the other, so there is room for one.
+}  // namespace tilewright_host
+
+template <typename... Parameters>
+inline cudaError_t launch_grid(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t smem_bytes, cudaStream_t,
+                               Parameters... values) {
+    return tilewright_host::start_grid(false, kernel, blocks, threads, smem_bytes, values...);
+}
+
+// A grid whose blocks all run at once: one a multiprocessor.
 template <typename... Parameters>
 inline cudaError_t blocks_together(void (*)(Parameters...), int, int, size_t, int* blocks) {
-    return *blocks = 1, cudaSuccess;
+    return *blocks = int(tilewright_host::MULTIPROCESSORS), cudaSuccess;
 }
 template <typename... Parameters>
 inline cudaError_t launch_together(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t smem_bytes,
-                                   cudaStream_t stream, Parameters... values) {
-    if (blocks > 1) return cudaErrorInvalidConfiguration;
-    return launch_grid(kernel, blocks, threads, smem_bytes, stream, values...);
+                                   cudaStream_t, Parameters... values) {
+    return tilewright_host::start_grid(true, kernel, blocks, threads, smem_bytes, values...);
 }

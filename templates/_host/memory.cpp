@@ -1,16 +1,33 @@
 // Every access to memory comes by here.
 #include "memory.h"
 
+#include <cstdio>
+
 namespace tilewright_host {
 
 bool is_watching() { return __asan_poison_memory_region == nullptr; }
 
+uint32_t remember(Where where) {
+    if (where.line != 0) return 0x80000000u | uint32_t(where.line);
+    return uint32_t(static_cast<const char*>(where.pc) - library_start - 1) & 0x7fffffffu;
+}
+
+std::string recall(uint32_t place) {
+    char text[32];
+    std::snprintf(text, sizeof text, place >> 31 ? "kernel.cu:%u" : "[pc 0x%x]", place & 0x7fffffffu);
+    return text;
+}
+
 void touch(const void* address, size_t bytes, bool write, int lane, Where where) {
-    if (touch_shared(address, bytes, write, lane, where)) return;
+    if (touch_shared(address, bytes, write, lane, where)) {
+        if (write) note_write();
+        return;
+    }
     if (block.stacks.holds(address)) {  // a thread's own variables
         if (unsettled_accumulators == 0) return;
         return check_settled(address, bytes, write, where);
     }
+    if (write) note_write();
     touch_tensor(address, bytes, write, lane, where);
 }
 

@@ -15,6 +15,10 @@ constexpr int WHOLE_WARP = WARP_SIZE;  // in the place of a lane
 // Whether the runtime watches. Where AddressSanitizer is loaded that one does: kernels are then compiled for it.
 bool is_watching();
 
+// Where an access came from in four bytes, and back: a line, or an address as its distance from this library's start.
+uint32_t remember(Where where);
+std::string recall(uint32_t place);
+
 // Any access: the fault that it is, or nothing. lane: of the running warp, or WHOLE_WARP.
 void touch(const void* address, size_t bytes, bool write, int lane, Where where);
 
@@ -26,6 +30,7 @@ size_t shared_offset(const void* address, size_t bytes, const char* what, Where 
 
 // shared_log.cpp: false where the address is nowhere near shared memory.
 bool touch_shared(const void* address, size_t bytes, bool write, int lane, Where where);
+void touch_shared_atomic(const void* address, Where where);  // of 4 bytes
 
 // mbarriers.cpp: between these offsets lie the block's mbarriers, which nobody reads or writes like other memory.
 extern size_t mbarriers_begin, mbarriers_end;
@@ -37,6 +42,7 @@ void check_settled(const void* address, size_t bytes, bool write, Where where);
 
 // tensors.cpp
 void touch_tensor(const void* address, size_t bytes, bool write, int lane, Where where);
-void begin_tensors();
+void touch_tensor_atomic(const void* address, bool adds, bool releases, bool acquires, Where where);  // of 4 bytes
+void begin_tensors(bool worn);
 
 }  // namespace tilewright_host

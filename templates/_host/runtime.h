@@ -10,6 +10,7 @@ namespace tilewright_host {
 constexpr int WARP_SIZE = 32;
 constexpr int WARPGROUP_SIZE = 128;
 constexpr int MAX_THREADS = 1024;
+constexpr unsigned MULTIPROCESSORS = 3;  // few: what is persistent gets several tiles
 constexpr int MAX_WARPS = MAX_THREADS / WARP_SIZE;
 constexpr int ANY_LANE = -1;  // an access of the whole warp: which lane it falls to is not told
 
@@ -46,7 +47,8 @@ void warpgroup_collective(const char* kind, int line, void* operands, WarpExecut
 
 // Runs call(closure) once for every thread of every block. 0, or a CUDA error code; then last_report() says why.
 using KernelCall = void (*)(const void* closure);
-int run_grid(unsigned blocks, unsigned threads, size_t smem_bytes, KernelCall call, const void* closure);
+// together: all blocks at once, which may then wait for each other.
+int run_grid(unsigned blocks, unsigned threads, size_t smem_bytes, KernelCall call, const void* closure, bool together);
 
 // shared.cpp: the block's shared memory, at a multiple of `alignment` and of nothing larger.
 unsigned char* shared_memory(size_t alignment);
@@ -60,6 +62,12 @@ void warp_writes(int lane, void* to, size_t bytes);
 void copy_async(void* to, const void* from, size_t bytes, bool real, int line);
 void copy_async_commit();
 void copy_async_wait(int pending);
+
+// atomics.cpp: atomic operations of 4 bytes; what was there. Shared or global: where the operation may be.
+int shared_atomic_add(int* to, int value, int line);
+unsigned global_atomic_add(unsigned* to, unsigned value, bool release, int line);
+unsigned global_load_acquire(const unsigned* from, int line);
+void pause_thread(int line);
 
 // The rest of CUDA's interface.
 void* device_malloc(size_t bytes);

@@ -2,8 +2,8 @@
 #include "shared_log.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <string>
+#include <unordered_map>
 
 #include "clocks.h"
 
@@ -13,11 +13,13 @@ namespace {
 
 constexpr size_t COARSEST = 16;  // bytes: the largest access of a kernel
 constexpr uint16_t BULK = 0x8000;
+constexpr uint16_t SEVERAL = 0x7fff;  // in the place of a thread: of different warps
 
 enum class Writing : uint8_t {
     Done,      // by a thread
     InFlight,  // an asynchronous or bulk copy to it has not been waited for
     Landed,    // a bulk copy's: for those who waited for its mbarrier
+    Atomic,    // by a thread, or by several that nothing orders: those don't disturb each other
 };
 
 // The newest write to one granule of shared memory. `place`: see remember().
@@ -51,21 +53,11 @@ std::vector<ReadByProduct> product_reads;  // [warpgroup][granule], once there a
 size_t granule = COARSEST;                 // bytes whose accesses are told apart: so far no access was smaller, or lay across two
 size_t granules;
 uint32_t block_began;
-
-// Where an access came from in four bytes: a line, or an address as its distance from this library's start.
-uint32_t remember(Where where) {
-    if (where.line != 0) return 0x80000000u | uint32_t(where.line);
-    return uint32_t(static_cast<const char*>(where.pc) - library_start - 1) & 0x7fffffffu;
-}
-
-std::string recall(uint32_t place) {
-    char text[32];
-    std::snprintf(text, sizeof text, place >> 31 ? "kernel.cu:%u" : "[pc 0x%x]", place & 0x7fffffffu);
-    return text;
-}
+std::unordered_map<size_t, Written> before_atomics;  // by offset: the ordinary write that atomic operations came after
 
 std::string who(int thread) {
     const int warp = thread / 64, lane = thread % 64;
+    if (thread == SEVERAL) return "threads of several warps";
     if (lane == WHOLE_WARP) return "warp " + std::to_string(warp);
     return "thread " + std::to_string(warp * WARP_SIZE + lane);
 }
@@ -81,7 +73,7 @@ struct Access {
 
     // Later than the last barrier with its writer, who is not this lane.
     bool conflicts(const Written& cell) const {
-        if (cell.state == Writing::Done) {
+        if (cell.state == Writing::Done || cell.state == Writing::Atomic) {
             if (cell.time <= synced && (cell.time <= block_synced || cell.thread / 64 == warp)) return false;
             if (cell.thread == warp * 64 + lane && lane != WHOLE_WARP) return false;
         }
@@ -93,6 +85,12 @@ struct Access {
         if (cell.time <= block_began) return false;
         if (cell.state == Writing::InFlight) return true;
         if (cell.state == Writing::Landed) return cell.time > seen[warp].times[BULK_COPIES + (cell.thread & ~BULK)];
+        if (cell.thread == SEVERAL) {
+            for (int thread = 0; thread < block.threads; ++thread) {
+                if (cell.time > seen_of(int(warp), thread)) return true;
+            }
+            return false;
+        }
         const int writer = cell.thread / 64 * WARP_SIZE, lane = cell.thread % 64;
         if (lane != WHOLE_WARP) return cell.time > seen_of(int(warp), writer + lane);
         for (int i = 0; i < WARP_SIZE; ++i) {
@@ -125,7 +123,7 @@ struct Access {
                  "this %s byte %zu of shared memory, and the asynchronous copy to it that %s began at %s has not been waited for",
                  doing, index * granule, who(cell.thread).c_str(), place.c_str());
     }
-    report_race(where, index, doing, "wrote", who(cell.thread), cell.place);
+    report_race(where, index, doing, cell.state == Writing::Atomic ? "added to" : "wrote", who(cell.thread), cell.place);
 }
 
 // Splits every granule. Nothing is lost: all accesses so far were to whole ones.
@@ -232,21 +230,26 @@ const char* name_of(Writing state, uint16_t thread) {
     }
 }
 
+// Reads since the last write, by anybody else, that nothing orders before the access.
+void check_reads(const Written& cell, size_t index, const Access& access, const char* doing) {
+    for (uint32_t left = cell.readers; left != 0; left &= left - 1) {
+        const uint32_t reader = uint32_t(__builtin_ctz(left));
+        const Read& read = reads[reader * granules + index];
+        if (read.time <= block_synced) continue;
+        const uint32_t own = access.lane == WHOLE_WARP ? 0u : access.lanes;
+        const uint32_t others = reader != access.warp ? read.lanes : read.time > access.synced ? read.lanes & ~own : 0u;
+        if (others != 0 || clocked) check_warp_reads(reader, index, others, access, doing);
+    }
+    if (cell.product_readers != 0) check_product_reads(cell.product_readers, index, access, doing);
+}
+
 template <Writing STATE>
 void log_write(size_t offset, size_t bytes, const Access& access, uint16_t thread) {
     const Run run(offset, bytes);
     Written* cell = &writes[run.first];
     for (size_t i = 0; i < run.count; ++i, ++cell) {
         if (access.conflicts(*cell)) report_written(*cell, run.first + i, access.where, name_of(STATE, thread));
-        for (uint32_t left = cell->readers; left != 0; left &= left - 1) {
-            const uint32_t reader = uint32_t(__builtin_ctz(left));
-            const Read& read = reads[reader * granules + run.first + i];
-            if (read.time <= block_synced) continue;
-            const uint32_t own = access.lane == WHOLE_WARP ? 0u : access.lanes;
-            const uint32_t others = reader != access.warp ? read.lanes : read.time > access.synced ? read.lanes & ~own : 0u;
-            if (others != 0 || clocked) check_warp_reads(reader, run.first + i, others, access, name_of(STATE, thread));
-        }
-        if (cell->product_readers != 0) check_product_reads(cell->product_readers, run.first + i, access, name_of(STATE, thread));
+        check_reads(*cell, run.first + i, access, name_of(STATE, thread));
         *cell = {now, access.place, 0, thread, STATE, 0};
     }
 }
@@ -272,23 +275,45 @@ bool is_fenced(const Written& cell, int warp, int self) {
 
 }  // namespace
 
-void begin_log(size_t bytes) {
+void forget_log() {
+    writes.clear();
+    reads.clear();
+}
+
+void exchange_log(Aside& aside) {
+    struct Kept {
+        std::vector<Written> writes;
+        std::vector<Read> reads;
+        std::vector<EarlierRead> earlier;
+        std::vector<ReadByProduct> product_reads;
+        size_t granule = COARSEST, granules = 0;
+        uint32_t block_began = 0;
+        std::unordered_map<size_t, Written> before_atomics;
+    };
+    Kept& kept = kept_of<Kept>(aside);
+    std::swap(writes, kept.writes);
+    std::swap(reads, kept.reads);
+    std::swap(earlier, kept.earlier);
+    std::swap(product_reads, kept.product_reads);
+    std::swap(granule, kept.granule);
+    std::swap(granules, kept.granules);
+    std::swap(block_began, kept.block_began);
+    std::swap(before_atomics, kept.before_atomics);
+}
+
+void begin_log_of_block() {
     const size_t warps = (size_t(block.threads) + WARP_SIZE - 1) / WARP_SIZE;
-    const size_t needed = (bytes + granule - 1) / granule;
-    const bool worn = now > 3u << 30;  // long before the clock runs over
-    if (worn) now = 1;
-    if (worn || granules < needed || reads.size() < granules * warps) {
-        granules = std::max(granules, needed);
+    const size_t needed = (smem_bytes + granule - 1) / granule;
+    if (writes.size() < needed || reads.size() < granules * warps) {
+        granules = std::max(writes.size(), needed);
         writes.assign(granules, Written{});
         reads.assign(granules * warps, Read{});
         earlier.clear();
         product_reads.clear();
     }
-}
-
-void begin_log_of_block() {
     block_began = block_synced = now++;
     std::fill(std::begin(warp_synced), std::end(warp_synced), block_began);
+    before_atomics.clear();
 }
 
 bool touch_shared(const void* address, size_t bytes, bool write, int lane, Where where) {
@@ -308,6 +333,32 @@ bool touch_shared(const void* address, size_t bytes, bool write, int lane, Where
     if (offset + AROUND >= smem_bytes + 2 * AROUND) return false;
     fault_at(where, "out of bounds: this thread %s %zu bytes at byte %lld of shared memory, which has %zu",
              write ? "writes" : "reads", bytes, static_cast<long long>(offset), smem_bytes);
+}
+
+void touch_shared_atomic(const void* address, Where where) {
+    const size_t offset = shared_offset(address, 4, "an atomic operation", where);
+    if (offset < mbarriers_end && offset + 4 > mbarriers_begin) check_no_mbarrier(offset, 4, "adds to", where);
+    const Access access(block.current % WARP_SIZE, where);
+    const Run run(offset, 4);
+    for (size_t i = run.first; i < run.first + run.count; ++i) {
+        Written& cell = writes[i];
+        if (cell.time <= block_began) {
+            fault_at(where, "this thread adds to byte %zu of shared memory, which nobody wrote", i * granule);
+        }
+        uint16_t thread = uint16_t(access.warp * 64 + access.lane);
+        if (access.conflicts(cell)) {
+            if (cell.state != Writing::Atomic) report_written(cell, i, where, "thread adds to");
+            thread = cell.thread / 64 == access.warp ? uint16_t(access.warp * 64 + WHOLE_WARP) : SEVERAL;
+        }
+        if (cell.state != Writing::Atomic) {
+            before_atomics[i * granule] = cell;
+        } else if (const auto found = before_atomics.find(i * granule); found != before_atomics.end()) {
+            if (access.conflicts(found->second)) report_written(found->second, i, where, "thread adds to");
+        }
+        // Who read before still matters to the next atomic operation, which this one does not disturb.
+        check_reads(cell, i, access, "thread adds to");
+        cell = {now, access.place, cell.readers, thread, Writing::Atomic, cell.product_readers};
+    }
 }
 
 void log_copy(size_t offset, size_t bytes, Where where) {

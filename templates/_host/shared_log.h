@@ -6,8 +6,8 @@
 
 namespace tilewright_host {
 
-void begin_log(size_t smem_bytes);  // of a grid
 void begin_log_of_block();
+void forget_log();  // before the clock starts anew
 
 // A copy of the running thread's own, by cp_async_16: in flight until it has landed.
 void log_copy(size_t offset, size_t bytes, Where where);

@@ -6,15 +6,15 @@
 #include <unordered_map>
 #include <utility>
 
-#include "memory.h"
+#include "global_log.h"
 
 namespace tilewright_host {
 
 namespace {
 
 constexpr size_t DEFAULT_SMEM = 48 << 10;      // what a kernel gets without asking for more
-constexpr int64_t LARGEST_LOGGED = 256 << 20;  // bytes: of larger spans nobody remembers who wrote what
-constexpr uint32_t NOBODY = 0, EARLIER_GRID = ~0u;
+constexpr int64_t LARGEST_LOGGED = 64 << 20;   // bytes: of larger spans nobody remembers who wrote what
+constexpr size_t COARSEST = 16;                // bytes: the largest access of a kernel
 
 struct Tensor {
     std::string name;
@@ -23,8 +23,8 @@ struct Tensor {
     int64_t itemsize;
     std::vector<std::pair<int64_t, int64_t>> dims;  // stride in bytes and size, the largest stride first
     bool writable, dense;
-    bool fresh;                     // allocated by the launch: nothing is there to read before it is written
-    std::vector<uint32_t> writers;  // of each element in the span, in this grid: block * MAX_THREADS + thread + 1
+    bool fresh;     // nothing is there to read before it is written
+    GlobalLog log;  // of those that may be written
 };
 
 std::vector<Tensor> tensors;
@@ -57,32 +57,9 @@ bool is_inside(const Tensor& tensor, int64_t offset, int64_t bytes) {
              distance == 0 ? "where no element of it lies" : ("which spans " + std::to_string(nearest->bytes) + " bytes").c_str());
 }
 
-// One thread writes an element, or several that no grid orders: then what stays there is chance.
-void log_write(Tensor& tensor, int64_t offset, int64_t bytes, uint32_t writer, Where where) {
-    for (int64_t i = offset / tensor.itemsize; i * tensor.itemsize < offset + bytes; ++i) {
-        const uint32_t before = tensor.writers[size_t(i)];
-        if (before != NOBODY && before != EARLIER_GRID && before != writer) {
-            fault_at(where, "a race for byte %lld of %s: this thread writes what thread %u of block %u wrote",
-                     static_cast<long long>(i * tensor.itemsize), tensor.name.c_str(), (before - 1) % MAX_THREADS,
-                     (before - 1) / MAX_THREADS);
-        }
-        tensor.writers[size_t(i)] = writer;
-    }
-}
-
-void check_written(const Tensor& tensor, int64_t offset, int64_t bytes, Where where) {
-    for (int64_t i = offset / tensor.itemsize; i * tensor.itemsize < offset + bytes; ++i) {
-        if (tensor.writers[size_t(i)] != NOBODY) continue;
-        fault_at(where, "this thread reads byte %lld of %s, which nobody wrote", static_cast<long long>(i * tensor.itemsize),
-                 tensor.name.c_str());
-    }
-}
-
-}  // namespace
-
-void touch_tensor(const void* address, size_t bytes, bool write, int lane, Where where) {
+// The tensor that holds these bytes; a fault where none does, or none that may be written.
+Tensor& tensor_at(const void* address, size_t bytes, bool write, Where where) {
     const char* at = static_cast<const char*>(address);
-    const int thread = lane == WHOLE_WARP ? current_warp() * WARP_SIZE : block.current;
     for (size_t i = 0; i < tensors.size(); ++i) {
         const size_t t = i == 0 ? last_tensor : (i <= last_tensor ? i - 1 : i);
         Tensor& tensor = tensors[t];
@@ -92,20 +69,40 @@ void touch_tensor(const void* address, size_t bytes, bool write, int lane, Where
             fault_at(where, "this thread writes %zu bytes at byte %lld of %s, which is only to be read", bytes,
                      static_cast<long long>(offset), tensor.name.c_str());
         }
-        if (write && !tensor.writers.empty()) {
-            log_write(tensor, offset, int64_t(bytes), block.index * MAX_THREADS + uint32_t(thread) + 1, where);
-        }
-        if (!write && tensor.fresh) check_written(tensor, offset, int64_t(bytes), where);
         last_tensor = t;
-        return;
+        return tensor;
     }
     if (!tensors.empty()) report_outside(at, bytes, write, where);
+    static Tensor unwatched;
+    return unwatched;
 }
 
-void begin_tensors() {
-    for (Tensor& tensor : tensors) {
-        for (uint32_t& writer : tensor.writers) writer = writer == NOBODY ? NOBODY : EARLIER_GRID;
+}  // namespace
+
+void touch_tensor(const void* address, size_t bytes, bool write, int lane, Where where) {
+    Tensor& tensor = tensor_at(address, bytes, write, where);
+    if (!tensor.log.on()) return;
+    const size_t offset = size_t(static_cast<const char*>(address) - tensor.data);
+    if (write) {
+        const int thread = lane == WHOLE_WARP ? current_warp() * WARP_SIZE : block.current;
+        tensor.log.write(offset, bytes, uint32_t(thread), tensor.name.c_str(), where);
+    } else {
+        tensor.log.read(offset, bytes, tensor.name.c_str(), tensor.fresh, where);
     }
+}
+
+void touch_tensor_atomic(const void* address, bool adds, bool releases, bool acquires, Where where) {
+    Tensor& tensor = tensor_at(address, 4, adds, where);
+    if (!tensor.log.on()) return;
+    const size_t offset = size_t(static_cast<const char*>(address) - tensor.data);
+    tensor.log.atomic(offset, address, adds, releases, acquires, tensor.name.c_str(), tensor.fresh, where);
+}
+
+void begin_tensors(bool worn) {
+    for (Tensor& tensor : tensors) {
+        if (worn) tensor.log.forget_order();
+    }
+    begin_global_log();
 }
 
 void* device_malloc(size_t bytes) {
@@ -113,10 +110,8 @@ void* device_malloc(size_t bytes) {
     if (posix_memalign(&memory, 256, bytes ? bytes : 1) != 0) return nullptr;
     std::memset(memory, 0xff, bytes);
     if (!tensors.empty()) {
-        Tensor tensor = {"memory that the launch allocated", static_cast<char*>(memory), int64_t(bytes), 1, {}, true, true, true, {}};
-        tensor.itemsize = bytes % 4 == 0 ? 4 : 1;
-        tensor.writers.assign(bytes / size_t(tensor.itemsize), NOBODY);
-        tensors.push_back(std::move(tensor));
+        tensors.push_back({"memory that the launch allocated", static_cast<char*>(memory), int64_t(bytes), 1, {}, true, true, true, {}});
+        tensors.back().log.watch(bytes, COARSEST, true);
     }
     return memory;
 }
@@ -124,9 +119,8 @@ void* device_malloc(size_t bytes) {
 void device_memset(void* memory, int value, size_t bytes) {
     std::memset(memory, value, bytes);
     for (Tensor& tensor : tensors) {
-        if (memory < tensor.data || memory >= tensor.data + tensor.bytes || tensor.writers.empty()) continue;
-        const auto first = tensor.writers.begin() + (static_cast<char*>(memory) - tensor.data) / tensor.itemsize;
-        std::fill(first, first + int64_t(bytes) / tensor.itemsize, EARLIER_GRID);
+        if (memory < tensor.data || memory >= tensor.data + tensor.bytes || !tensor.log.on()) continue;
+        tensor.log.wrote(size_t(static_cast<char*>(memory) - tensor.data), bytes);
     }
 }
 
@@ -153,9 +147,10 @@ using namespace tilewright_host;
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
+// access: 0, only to be read; 1, may be written; 2, and nothing is there to read before it was.
 EXPORTED void tilewright_host_watch(const char* name, void* data, int64_t itemsize, int dims, const int64_t* sizes,
-                                    const int64_t* strides, int writable) {
-    Tensor tensor = {name, static_cast<char*>(data), itemsize, itemsize, {}, writable != 0, false, false, {}};
+                                    const int64_t* strides, int access) {
+    Tensor tensor = {name, static_cast<char*>(data), itemsize, itemsize, {}, access != 0, false, access == 2, {}};
     int64_t elements = 1;
     for (int i = 0; i < dims; ++i) {
         if (sizes[i] == 0) return;
@@ -165,7 +160,9 @@ EXPORTED void tilewright_host_watch(const char* name, void* data, int64_t itemsi
     }
     tensor.dense = tensor.bytes == elements * itemsize;
     std::sort(tensor.dims.rbegin(), tensor.dims.rend());
-    if (tensor.writable && tensor.bytes <= LARGEST_LOGGED) tensor.writers.assign(size_t(tensor.bytes / itemsize), NOBODY);
+    // Bytes are room for anything.
+    const size_t granule = itemsize == 1 ? COARSEST : size_t(itemsize);
+    if (tensor.writable && tensor.bytes <= LARGEST_LOGGED) tensor.log.watch(size_t(tensor.bytes), granule, itemsize == 1);
     tensors.push_back(std::move(tensor));
     last_tensor = 0;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,20 @@ void wait_in(const char* kind, int line);
 void make_ready(int first, int count, unsigned lanes = ~0u);  // all but the running one, from one drawn at random and in turn
 void wake(const std::vector<int>& threads);
 unsigned random_below(unsigned limit);
+void yield_to_others(int line);    // where a thread waits for a value: a fault when nobody is left who could bring it
+void note_write();                 // that memory of all has changed, for which somebody may wait
+
+// What a file keeps of the running block, exchanged with what it keeps of another one of the grid.
+using Aside = std::shared_ptr<void>;
+template <typename State>
+State& kept_of(Aside& aside) {
+    if (aside == nullptr) aside = std::make_shared<State>();
+    return *static_cast<State*>(aside.get());
+}
+void exchange_collectives(Aside& aside);
+void exchange_shared(Aside& aside);
+void exchange_log(Aside& aside);
+void exchange_global_log(Aside& aside);
 
 // What a block begins with and what may not be left when a thread or the block ends; and of a waiting thread, for what.
 void begin_collectives();

@@ -93,6 +93,17 @@ def test_what_a_time_limit_leaves_out_is_a_failure(
     assert "2 of 4 kernels" in capsys.readouterr().err
 
 
+def test_most_of_the_pairs_take_fewer_kernels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pretend(monkeypatch)
+    whole, most = _check(capsys, *LADDER), _check(capsys, *LADDER, "--pairs", "80")
+    assert whole["pairs"]["covered"] == whole["pairs"]["legal"] == most["pairs"]["legal"]
+    assert 0.8 * most["pairs"]["legal"] <= most["pairs"]["covered"] < most["pairs"]["legal"]
+    assert len(most["kernels"]) < len(whole["kernels"])
+    assert most["left_out"] == 0
+
+
 def test_a_time_limit_of_nothing_checks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     document = _check(capsys, *LADDER, "--time-limit", "0", code=1)
     assert document["kernels"] == []
@@ -107,6 +118,7 @@ def test_a_time_limit_of_nothing_checks_nothing(capsys: pytest.CaptureFixture[st
         (("--family", "forward"), "unknown kernel family 'forward'; known: forward_wgmma, "),
         (("--family", "forward_cpu"), "--family must be one of CUDA kernels, got forward_cpu; known: forward_wgmma, "),
         (("--variants", "0"), "--variants must be 1 or more, got 0"),
+        (("--pairs", "0"), "--pairs must be above 0 and at most 100 percent, got 0"),
         (("--jobs", "0"), "--jobs must be 1 or more, got 0"),
         (("--seed", "-1"), "--seed must be 0 or more, got -1"),
     ],

@@ -18,6 +18,7 @@ from tilewright.generator.resources import compile_sources
 from tilewright.generator.sample import covering_sample
 from tilewright.generator.space import family_default
 from tilewright.generator.variant import Kernel, kernel_of
+from tilewright.runtime.selection import Selection
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-kernel.md"
 HOST = resources.files("tilewright.templates") / "_host"
@@ -46,6 +47,11 @@ OWN = {
     *("ldmatrix_x2", "ldmatrix_x2_transposed", "ldmatrix_x4", "ldmatrix_x4_transposed", "mma_m16n8k16"),
 }
 """What device.cuh itself defines, warpgroups aside."""
+BETWEEN_BLOCKS = {
+    *("atomic_add_shared", "atomic_add_release", "load_acquire", "pause_waiting"),
+    *("blocks_together", "launch_together"),
+}
+"""What it defines for every operation but attention_forward, which has no use for it."""
 WARPGROUPS = {
     *("Mbarrier", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive", "mbarrier_arrive_expect", "mbarrier_wait"),
     *("named_barrier_sync", "named_barrier_arrive", "registers_release", "registers_acquire"),
@@ -59,10 +65,13 @@ WMMA = {
     *("matrix_a", "matrix_b", "col_major", "row_major", "mem_col_major", "mem_row_major"),
 }
 """What kernels may say after `wmma::`."""
-WORDS = sorted(KEYWORDS - {"__attribute__"} | INTRINSICS | RUNTIME | OWN | WARPGROUPS | WMMA)
+WORDS = sorted(KEYWORDS - {"__attribute__"} | INTRINSICS | RUNTIME | OWN | BETWEEN_BLOCKS | WARPGROUPS | WMMA)
 
 STANDARD_HEADERS = {"atomic", "cstdint", "limits"}
 MASKS = (MaskClass(("window", "stride"), "sparse"), MaskClass(("bound", "and_blocks"), "blocks"), MaskClass((), "full"))
+CHOICES = tuple(
+    Selection(64, 16, 8, group, causal).mask_class(8, 4096) for group in (1, 64) for causal in (True, False)
+)
 
 # Every instruction of the mma section, so that ptxas sees them.
 PROBE = """#include "device.cuh"
@@ -90,6 +99,26 @@ cudaError_t start(const uint4* from, float* to, cudaStream_t stream) {
 }
 """
 
+# And what orders blocks, whose kernel is the last of the two that is launched.
+PROBE_BETWEEN_BLOCKS = """
+__global__ void between_blocks(unsigned* counter, unsigned* to) {
+    DYNAMIC_SHARED_MEMORY(smem, 16);
+    int* count = reinterpret_cast<int*>(smem);
+    if (threadIdx.x == 0) *count = 0;
+    __syncthreads();
+    to[threadIdx.x] = unsigned(atomic_add_shared(count, 1)) + atomicAdd(counter + 1, 1u);
+    __syncthreads();
+    if (threadIdx.x == 0) atomic_add_release(counter, 1u);
+    while (load_acquire(counter) == 0u) pause_waiting();
+}
+
+cudaError_t start_between_blocks(unsigned* counter, unsigned* to, cudaStream_t stream) {
+    int blocks = 0;
+    const cudaError_t error = blocks_together(between_blocks, 0, 32, 16, &blocks);
+    return error != cudaSuccess ? error : launch_together(between_blocks, blocks, 32, 16, stream, counter, to);
+}
+"""
+
 
 def cuda_families() -> list[Family]:
     return [family for family in all_families().values() if family.language == "cuda"]
@@ -98,13 +127,14 @@ def cuda_families() -> list[Family]:
 def some_kernels(family: Family, arch: str) -> list[Kernel]:
     """The family's defaults for each dtype and mask, and each value of each axis."""
     found: dict[Kernel, None] = {}
+    masks = MASKS if family.operation == "attention_forward" else CHOICES
     for dtype in family.dtypes:
-        for mask in MASKS:
-            asked = Problem(dtype, 64, 1, 8, 8, 4096, 4096, arch, mask)
+        for mask in masks:
+            asked = Problem(dtype, 64, 1, 8, 8, 4096, 4096, arch, mask, family.operation)
             default = family_default(asked, family)
             if default is not None:
                 found[kernel_of(asked, default)] = None
-    asked = Problem(family.dtypes[0], 64, 1, 8, 8, 4096, 4096, arch, MASKS[0])
+    asked = Problem(family.dtypes[0], 64, 1, 8, 8, 4096, 4096, arch, masks[0], family.operation)
     found.update(dict.fromkeys(kernel_of(asked, spec) for spec in covering_sample(asked, family)))
     return list(found)
 
@@ -130,7 +160,9 @@ def test_a_kernel_says_nothing_else_of_cuda(family: Family, arch: str) -> None:
         assert re.findall(r'#include "(.+)"', code) == ["device.cuh"]
         assert set(re.findall(r"#include <(.+)>", code)) <= STANDARD_HEADERS
         assert set(re.findall(r"\b__\w+", code)) <= KEYWORDS | INTRINSICS
-        assert set(re.findall(r"\batomic[A-Z]\w*", code)) <= INTRINSICS
+        assert set(re.findall(r"\batomic[A-Z_]\w*", code)) <= INTRINSICS | BETWEEN_BLOCKS
+        if kernel.operation == "attention_forward":
+            assert not set(re.findall(r"\b\w+\b", code)) & BETWEEN_BLOCKS
         assert set(re.findall(r"\bcuda\w+", code)) <= RUNTIME
         assert set(re.findall(r"\b(?:bulk|fence|mbarrier|named_barrier|registers|wgmma)_\w+", code)) <= WARPGROUPS
         assert set(re.findall(r"\bwmma::(\w+)", code)) <= WMMA
@@ -151,13 +183,13 @@ def test_the_host_defines_every_word(name: str) -> None:
     assert re.search(rf"\b{name}\b", without_comments(headers))
 
 
-def device_header(arch: str, dtype: str, instructions: str) -> Rendered:
+def device_header(arch: str, dtype: str, instructions: str, operation: str = "attention_forward") -> Rendered:
     """The device.cuh of a family with these instructions, and the probe as its kernel.cu."""
     family = family_named("forward_simt")
     asked = Problem(dtype, 64, 1, 8, 8, 4096, 4096, arch, MASKS[1])
     spec = family_default(asked, family)
     assert spec is not None
-    kernel = kernel_of(asked, spec)
+    kernel = dataclasses.replace(kernel_of(asked, spec), operation=operation)
     header = (
         render_module._environment()
         .get_template("_stages/device.cuh.jinja")
@@ -169,12 +201,13 @@ def device_header(arch: str, dtype: str, instructions: str) -> Rendered:
             digest="0" * 16,
         )
     )
-    return Rendered(kernel, {"kernel.cu": PROBE.replace("ELEMENT", dtype), "device.cuh": header}, "cuda", "0" * 16)
+    probe = PROBE if operation == "attention_forward" else PROBE + PROBE_BETWEEN_BLOCKS
+    return Rendered(kernel, {"kernel.cu": probe.replace("ELEMENT", dtype), "device.cuh": header}, "cuda", "0" * 16)
 
 
-def defined(arch: str, dtype: str, instructions: str) -> set[str]:
+def defined(arch: str, dtype: str, instructions: str, operation: str = "attention_forward") -> set[str]:
     """What that header defines."""
-    header = device_header(arch, dtype, instructions).sources["device.cuh"]
+    header = device_header(arch, dtype, instructions, operation).sources["device.cuh"]
     function = r"^(?:__device__ __forceinline__|inline bool|cudaError_t)\b.*?(\w+)(?:<[^>]+>)?\("
     functions = re.findall(function, header, re.MULTILINE)
     functions += re.findall(r"^ +__device__ __forceinline__ \w+ (\w+)\(", header, re.MULTILINE)
@@ -191,13 +224,14 @@ def test_a_header_has_the_sections_of_its_dtype_architecture_and_instructions() 
     assert defined("sm_75", "float16", "wmma") == OWN - matrices - copies - {"bfloat16"}
     assert defined("sm_80", "bfloat16", "wmma") == OWN - matrices - {"float16"} | helper
     assert defined("sm_80", "bfloat16", "mma") == OWN - {"float16", "load_fragment"}
+    assert defined("sm_80", "float16", "mma", "select_blocks") == defined("sm_80", "float16", "mma") | BETWEEN_BLOCKS
     vocabulary = OWN | WARPGROUPS | {"shared_address", "plus", "descriptor"}
     assert defined("sm_90a", "bfloat16", "wgmma") == vocabulary - matrices - {"float16", "load_fragment"}
 
 
 @pytest.mark.nvcc
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_the_mma_section_compiles(arch: str, dtype: str, tmp_path: Path) -> None:
-    report = compile_sources(device_header(arch, dtype, "mma"), tmp_path)
+@pytest.mark.parametrize(("arch", "operation"), [("sm_80", "attention_forward"), ("sm_90a", "select_blocks")])
+def test_the_mma_section_compiles(arch: str, operation: str, dtype: str, tmp_path: Path) -> None:
+    report = compile_sources(device_header(arch, dtype, "mma", operation), tmp_path)
     assert 0 < report.registers < 64

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tilewright.generator.abi import ARGUMENTS
 from tilewright.generator.arch import arch_named
 from tilewright.generator.family import family_named
 from tilewright.generator.problem import MaskClass, Problem
@@ -18,6 +19,7 @@ from tilewright.generator.render import render
 from tilewright.generator.sample import covering_sample
 from tilewright.generator.space import families_for, family_default
 from tilewright.generator.variant import Kernel, kernel_of
+from tilewright.runtime.selection import Selection
 from tilewright.tuner.verified import kernels_to_verify
 
 HERE = Path(__file__).parent
@@ -51,13 +53,34 @@ GOLDEN_KERNELS: dict[str, Kernel] = {
 }
 
 
+def calls(operation: str, target: str, dtype: str) -> list[Problem]:
+    """Whose defaults the sample of axis values starts from; of chosen blocks, groups of queries and a single one."""
+    if operation == "attention_forward":
+        return [problem(target, dtype, 64, LONGFORMER)]
+    return [
+        Selection(64, 16, 8, query_group, causal=True).problem(
+            operation,
+            dtype=dtype,
+            head_dim=64,
+            batch=1,
+            num_heads=8,
+            num_kv_heads=8,
+            seqlen_q=seqlen_q,
+            seqlen_kv=4096,
+            target=target,
+        )
+        for query_group, seqlen_q in ((64, 4096), (1, 1))
+    ]
+
+
 def kernels(arch_name: str) -> list[Kernel]:
     """Defaults for every common class of masks, and each axis value of each family at least once."""
     arch = arch_named(arch_name)
     found = dict.fromkeys(kernels_to_verify(arch))
-    for family in families_for("attention_forward", arch):
-        asked = problem(arch_name, family.dtypes[0], 64, LONGFORMER)
-        found.update(dict.fromkeys(kernel_of(asked, spec) for spec in covering_sample(asked, family)))
+    for operation in ARGUMENTS:
+        for family in families_for(operation, arch):
+            for asked in calls(operation, arch_name, family.dtypes[0]):
+                found.update(dict.fromkeys(kernel_of(asked, spec) for spec in covering_sample(asked, family)))
     return list(found)
 
 

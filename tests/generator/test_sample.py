@@ -9,7 +9,7 @@ import pytest
 from tilewright.generator.family import family_named
 from tilewright.generator.legality import legality
 from tilewright.generator.problem import MaskClass, Problem
-from tilewright.generator.sample import ANY_FAMILY, PairwiseSample, pairs_of, pairwise_sample
+from tilewright.generator.sample import ANY_FAMILY, PairwiseSample, most_of, pairs_of, pairwise_sample
 from tilewright.generator.space import legal_variants
 from tilewright.generator.variant import Kernel, kernel_of
 
@@ -70,6 +70,22 @@ def test_the_first_ones_cover_the_most(sample: PairwiseSample) -> None:
     half = len(covered) // 2
     assert len(covered[half]) > 0.75 * len(sample.pairs)
     assert {kernel.spec.family for kernel in sample.kernels[:8]} >= {"forward_simt", "forward_wmma"}
+
+
+def test_most_of_it_is_far_fewer_kernels_with_every_head_dim_and_kind_of_mask(sample: PairwiseSample) -> None:
+    kernels = most_of(sample, 90)
+    assert most_of(sample, 100) == sample.kernels
+    assert set(kernels) < set(sample.kernels)
+    assert len(kernels) < 0.75 * len(sample.kernels)
+    covered = set().union(*(pairs_of(kernel) for kernel in kernels))
+    assert 0.9 * len(sample.pairs) <= len(covered) < len(sample.pairs)
+    assert {pair for pair in sample.pairs if pair[0] == ANY_FAMILY} <= covered
+
+    def alone(kernels: tuple[Kernel, ...]) -> set[tuple[str, object]]:
+        dims = {(kernel.spec.family, kernel.head_dim) for kernel in kernels}
+        return dims | {(k.spec.family, k.mask_terms) for k in kernels if k.spec.mask_form != "scan"}
+
+    assert alone(kernels) == alone(sample.kernels)
 
 
 def test_it_is_the_same_every_time_and_another_for_another_seed() -> None:

@@ -15,8 +15,10 @@ from tilewright.generator.legality import derived_values, legality
 from tilewright.generator.problem import MASK_TERMS, MaskClass, Problem
 from tilewright.generator.space import default_variant, families_for, family_default, legal_variants, problem_reason
 from tilewright.generator.variant import VariantSpec, kernel_of
+from tilewright.runtime.selection import Selection
 
 TERM_SETS = [(), *((term,) for term in MASK_TERMS), ("window", "stride"), ("bound", "document"), MASK_TERMS]
+CHOICE = Selection(block_size=64, list_width=16, num_choosers=8, query_group=64, causal=True).mask_class(8, 4096)
 
 
 def problem(**changes: object) -> Problem:
@@ -45,7 +47,8 @@ def test_resource_names_are_there_for_gpu_families(family: str) -> None:
     for arch in all_archs().values():
         if data.instructions not in arch.instructions or arch.is_cpu:
             continue
-        asked = problem(target=arch.name, dtype=data.dtypes[0], mask=MaskClass(("window",), "w"))
+        mask = MaskClass(("window",), "w") if data.operation == "attention_forward" else CHOICE
+        asked = problem(operation=data.operation, target=arch.name, dtype=data.dtypes[0], mask=mask)
         spec = family_default(asked, data)
         assert spec is not None, f"{family} has no default on {arch.name}"
         names = derived_values(kernel_of(asked, spec))

@@ -12,7 +12,8 @@ import tilewright as tw
 from tilewright.generator.arch import arch_named
 from tilewright.generator.family import all_families
 from tilewright.generator.space import families_for, legal_variants
-from tilewright.runtime.dispatch import DISPATCHER, target_of
+from tilewright.runtime.call_problem import target_of
+from tilewright.runtime.dispatch import DISPATCHER
 from tilewright.tuner.oracle import oracle
 
 HAVE_CUDA = torch.cuda.is_available()

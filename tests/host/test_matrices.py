@@ -74,7 +74,7 @@ def build_for_gpu(folder: Path, dtype: str, instructions: str, arch_name: str) -
         lstrip_blocks=True,
     )
     context = {
-        "kernel": SimpleNamespace(dtype=dtype, arch=arch.name),
+        "kernel": SimpleNamespace(operation="attention_forward", dtype=dtype, arch=arch.name),
         "family": SimpleNamespace(instructions=instructions),
         "spec": SimpleNamespace(name="matrices_probe"),
         "arch": arch,

@@ -89,7 +89,7 @@ def build_for_gpu(folder: Path, dtype: str, widths: tuple[int, int]) -> Path:
         lstrip_blocks=True,
     )
     context = {
-        "kernel": SimpleNamespace(dtype=dtype, arch=arch.name, head_dim=widths[1]),
+        "kernel": SimpleNamespace(operation="attention_forward", dtype=dtype, arch=arch.name, head_dim=widths[1]),
         "family": SimpleNamespace(instructions="wgmma"),
         "spec": SimpleNamespace(name="warpgroups_probe", block_n=widths[0]),
         "arch": arch,

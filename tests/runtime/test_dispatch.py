@@ -15,7 +15,8 @@ from tilewright.generator.problem import Problem
 from tilewright.generator.space import default_variant, legal_variants
 from tilewright.generator.variant import VariantSpec
 from tilewright.runtime import dispatch
-from tilewright.runtime.dispatch import DISPATCHER, Dispatcher, problem_of
+from tilewright.runtime.call_problem import problem_of
+from tilewright.runtime.dispatch import DISPATCHER, Dispatcher
 from tilewright.runtime.environment import device_name
 from tilewright.runtime.records import Winner
 from tilewright.runtime.winners import WinnerTable

@@ -14,6 +14,7 @@ import torch
 from tilewright.generator.errors import IllegalAccess, InvalidInput, LaunchFailed, Outcome, TimedOut
 from tilewright.generator.family import family_named
 from tilewright.generator.host_build import MODULE_NAME, build_host, sanitizer_libraries
+from tilewright.generator.legality import legality
 from tilewright.generator.problem import MaskClass, Problem
 from tilewright.generator.render import Rendered, render
 from tilewright.generator.space import problem_reason
@@ -21,9 +22,11 @@ from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
 from tilewright.runtime import masks
 from tilewright.runtime.canonical import canonical
 from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.runtime.selection import Selection
 from tilewright.tuner import host_check
 from tilewright.tuner.cases import BLOCK_TERMS, HOST_SHAPES, SHAPES
 from tilewright.tuner.host_check import (
+    HEAD_DIMS,
     CheckResult,
     case_times,
     check_kernels,
@@ -33,6 +36,7 @@ from tilewright.tuner.host_check import (
 )
 from tilewright.tuner.host_kernel import HostKernel, HostReport, check_cases
 from tilewright.tuner.layouts import place
+from tilewright.tuner.operations import all_operations
 from tilewright.tuner.report_lines import located
 from tilewright.tuner.verify import CaseBook
 from tilewright.tuner.worker import Worker, last_words
@@ -125,6 +129,47 @@ def test_a_right_kernel_passes(family: str, dtype: str, arch: str, terms: tuple[
     assert 0 < found.report.worst_ratio < 1
     assert [name for name, _ in found.case_ms] == shapes
     assert sum(ms for _, ms in found.case_ms) == pytest.approx(sum(loaded.launch_ms))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "arch", "causal"),
+    [
+        ("select_mma", "bfloat16", "sm_80", True),
+        ("select_mma", "float16", "sm_90a", False),
+        ("selected_query", "bfloat16", "sm_90a", True),
+        ("selected_key", "float16", "sm_80", False),
+    ],
+)
+def test_a_right_kernel_of_a_choice_passes(family: str, dtype: str, arch: str, causal: bool) -> None:
+    problem = Selection(64, 16, 8, 1, causal).problem(
+        family_named(family).operation,
+        dtype=dtype,
+        head_dim=16,
+        batch=1,
+        num_heads=8,
+        num_kv_heads=8,
+        seqlen_q=4096,
+        seqlen_kv=4096,
+        target=arch,
+    )
+    specs = [VariantSpec.from_values(family, {"mask_form": "selected", **v}) for v in family_named(family).defaults]
+    kernel = next(kernel for kernel in (kernel_of(problem, spec) for spec in specs) if legality(kernel) is None)
+    book = CaseBook(CPU, "host")
+    found = check_cases(host_kernel_of(render(kernel)), book)
+    assert found.report.ok, found.report.message
+    assert found.report.skipped == ()
+    assert [name for name, _ in found.case_ms] == [case.name for case in book.cases_for(kernel)]
+    assert found.report.cases >= 12
+
+
+def test_the_sample_has_every_operation() -> None:
+    sample = kernels_to_check(["sm_80"], [family_named(name) for name in ("ladder", "select_mma", "selected_key")])
+    assert {kernel.operation for kernel in sample.kernels} == {operation.name for operation in all_operations()}
+    for name in ("select_mma", "selected_key"):
+        mine = [kernel for kernel in sample.kernels if kernel.spec.family == name]
+        assert {kernel.mask_terms for kernel in mine} == {(), ("bound",)}
+        assert {kernel.dtype for kernel in mine} == {"float16", "bfloat16"}
+        assert {kernel.head_dim for kernel in mine} == set(HEAD_DIMS)
 
 
 @pytest.mark.parametrize(("form", "terms"), [("list", ("bound", "and_blocks")), ("bitmap", ("window", "or_blocks"))])
@@ -300,23 +345,23 @@ def sanitizer() -> None:
         pytest.skip(str(error))
 
 
-def test_address_sanitizer_is_heard(sanitizer: None, simt: Rendered) -> None:
-    broken = without(simt, "if (lane.row_lane == 0) {", "if (lane.row_lane == 0) { lse[1 << 20] = 0.0f;")
-    right, wrong = build_host(simt, sanitize=True), build_host(broken, sanitize=True)
+def test_address_sanitizer_is_heard(sanitizer: None) -> None:
+    plain = rendered("ladder")
+    write = "*at.lse = row_max + logf(row_sum);"
+    broken = without(plain, write, "at.lse[70] = 0.0f;")  # past what `place` leaves around a tensor
+    overflow = without(plain, write, "*at.lse = float(2147483647 + args.batch);")
     with Worker("cpu", environment=worker_environment(sanitize=True)) as worker:
-        assert worker.check(simt.kernel, right).report.ok
+        assert worker.check(plain.kernel, build_host(plain, sanitize=True)).report.ok
         with pytest.raises(IllegalAccess, match=r"AddressSanitizer: \S+.*kernel\.cu:\d+"):
-            worker.check(broken.kernel, wrong)
-        overflow = without(
-            simt, "if (lane.row_lane == 0) {", "if (lane.row_lane == 0) { lse[row] = float(2147483647 + args.batch);"
-        )
+            worker.check(broken.kernel, build_host(broken, sanitize=True))
         with pytest.raises(IllegalAccess, match=r"kernel\.cu:\d+:\d+: runtime error: signed integer overflow"):
             worker.check(overflow.kernel, build_host(overflow, sanitize=True))
 
 
-def test_a_sanitized_library_is_not_loaded_without_its_sanitizer(sanitizer: None, simt: Rendered) -> None:
+def test_a_sanitized_library_is_not_loaded_without_its_sanitizer(sanitizer: None) -> None:
+    plain = rendered("ladder")
     with pytest.raises(InvalidInput, match="is watched by AddressSanitizer, which must be in the process"):
-        HostKernel(build_host(simt, sanitize=True), simt.kernel, MODULE_NAME)
+        HostKernel(build_host(plain, sanitize=True), plain.kernel, MODULE_NAME)
 
 
 def test_the_last_words_of_a_sanitizer_are_its_summary_and_the_line() -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from tilewright.generator.arch import arch_named
 from tilewright.generator.errors import InvalidInput
+from tilewright.generator.family import all_families
 from tilewright.generator.problem import MASK_TERMS
 from tilewright.generator.render import render
+from tilewright.tuner.forward_operation import TERM_SETS
 from tilewright.tuner.verified import (
-    TERM_SETS,
     Verified,
     kernels_to_verify,
     missing,
@@ -50,10 +51,21 @@ def test_every_term_is_in_a_class_that_is_verified() -> None:
 def test_the_list_covers_every_family_dtype_and_form(arch: str) -> None:
     kernels = kernels_to_verify(arch_named(arch))
     assert len(kernels) == len(set(kernels))
-    assert {"cpu": "forward_cpu", "sm_75": "forward_simt", "sm_90a": "forward_wmma"}[arch] in {
-        k.spec.family for k in kernels
+    assert {kernel.spec.family for kernel in kernels} == {
+        family.name for family in all_families().values() if family.instructions in arch_named(arch).instructions
     }
-    assert {k.spec.mask_form for k in kernels} == {"analytic", "gather", "list", "bitmap", "scan"}
+    forward = {kernel.spec.mask_form for kernel in kernels if kernel.operation == "attention_forward"}
+    assert forward == {"analytic", "gather", "list", "bitmap", "scan"}
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("operation", ["select_blocks", "selected_attention"])
+def test_the_list_covers_choices_of_every_head_dim_causal_and_not(operation: str, arch: str) -> None:
+    kernels = [kernel for kernel in kernels_to_verify(arch_named(arch)) if kernel.operation == operation]
+    for dtype in {kernel.dtype for kernel in kernels}:
+        found = {(kernel.head_dim, kernel.mask_terms) for kernel in kernels if kernel.dtype == dtype}
+        assert found >= {(64, ()), (64, ("bound",)), (128, ()), (128, ("bound",)), (16, ("bound",)), (256, ("bound",))}
+    assert {kernel.dtype for kernel in kernels} >= {"float16", "bfloat16"}
 
 
 def test_a_changed_kernel_counts_as_never_verified(tmp_path: Path) -> None:

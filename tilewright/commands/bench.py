@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tilewright.tuner.bench import Bench, BenchRow
     from tilewright.tuner.ladder import LadderRow
 
-LADDER = "ladder"
+LADDER, TOPK = "ladder", "topk"
 
 PIPE_WIDTH = 200
 """Columns of a table that goes into a pipe or a file."""
@@ -31,6 +31,9 @@ columns mean is in docs/tuning.md; `tilewright plot` draws what --json wrote.
 
 --suite ladder times the steps from one thread a query to gathered tiles on tensor cores, at 64 to 8192 tokens, and
 writes ladder.csv and ladder.png.
+
+--suite topk times attention that chooses its own blocks, whole and by stages, at 512 to 131072 tokens on a GPU and 1024
+to 8192 on a CPU, beside PyTorch, Triton and dense attention.
 
 example: tilewright bench --suite longformer --json longformer.json"""
 
@@ -46,14 +49,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--suite", default="quick", metavar="NAME|FILE", help="a workload, a .toml file or ladder (default: quick)")
+    add(
+        "--suite",
+        default="quick",
+        metavar="NAME|FILE",
+        help="a workload, a .toml file, ladder, topk (default: quick)",
+    )
     add("--target", default="auto", metavar="TARGET", help="auto, cpu, cuda or cuda:INDEX (default: auto)")
     add("--json", metavar="FILE", help="write the rows as JSON; - is standard output, without a table")
     add("--peers", metavar="A,B", help="only these peers, or none (default: all that can answer the call)")
     add("--rows", metavar="TEXT", help="only the rows whose name contains this")
     add("--peer-time", type=float, metavar="S", help="after so many seconds on a row a peer begins no further setting")
     add("--out", type=Path, default=Path(), metavar="DIR", help="where ladder.csv and ladder.png go")
-    add("--lengths", type=_lengths, metavar="N,N", help="lengths of the ladder (default: 64,128,...,8192)")
+    add("--lengths", type=_lengths, metavar="N,N", help="lengths of ladder or topk (default: all of the suite's)")
     parser.set_defaults(run=run)
 
 
@@ -61,15 +69,19 @@ def run(args: argparse.Namespace) -> int:
     """Benchmark; 1 where tilewright itself failed on a row."""
     from tilewright.tuner.bench import Bench, bench_device
 
+    if args.suite == TOPK:
+        from tilewright.commands.bench_topk import run_topk
+
+        return run_topk(args)
     device = bench_device(args.target)
-    console = _console(to_stderr=args.json == "-")
-    with _status(console) as say:
+    console = make_console(to_stderr=args.json == "-")
+    with shown_status(console) as say:
         bench = Bench(
             device, lambda workload, implementation: say(f"{workload}: {implementation}"), peer_seconds=args.peer_time
         )
         rows = _ladder(args, bench, console) if args.suite == LADDER else _suite(args, bench, console)
     if args.json:
-        _write(args.json, rows)
+        write_rows(args.json, rows)
     return FAILED if any(row.error for row in rows if row.implementation == "tilewright") else 0
 
 
@@ -95,7 +107,7 @@ def _suite(args: argparse.Namespace, bench: Bench, console: Console) -> list[Ben
         if args.json != "-":
             console.print(suite_table(found))
             if args.json:
-                _write(args.json, rows)  # so far: a long run that is cut short keeps what it has
+                write_rows(args.json, rows)  # so far: a long run that is cut short keeps what it has
     if workload.along and any(row.time_ms is not None for row in rows):
         said += [crossing.text for crossing in crossings(rows, workload.along)]
     if args.json != "-":
@@ -105,7 +117,7 @@ def _suite(args: argparse.Namespace, bench: Bench, console: Console) -> list[Ben
 
 
 def _ladder(args: argparse.Namespace, bench: Bench, console: Console) -> list[BenchRow]:
-    from tilewright.runtime.dispatch import target_of
+    from tilewright.runtime.call_problem import target_of
     from tilewright.tuner.ladder import LENGTHS, ladder_rows, write_csv, write_plot
 
     try:
@@ -138,12 +150,12 @@ def suite_table(rows: Sequence[BenchRow]) -> Table:
     for row in rows:
         table.add_row(
             row.implementation,
-            _figure(row.time_ms, ".3f"),
+            figure(row.time_ms, ".3f"),
             _ratio(row, best),
-            _figure(row.tflops, ".3g"),
-            _figure(row.ceiling_percent, ".1f"),
-            _figure(row.extra_mib, ".1f"),
-            _figure(row.max_error, ".1e"),
+            figure(row.tflops, ".3g"),
+            figure(row.ceiling_percent, ".1f"),
+            figure(row.extra_mib, ".1f"),
+            figure(row.max_error, ".1e"),
             escape(row.error or row.variant or ""),
             style="red" if row.error else "bold" if row.implementation == "tilewright" else None,
         )
@@ -186,19 +198,19 @@ def ladder_table(rows: Sequence[LadderRow]) -> Table:
     for name in dict.fromkeys(row.bench.implementation for row in rows):
         mine = {row.seqlen: row for row in rows if row.bench.implementation == name}
         last = list(mine.values())[-1]
-        cells = [_figure(mine[n].bench.time_ms, ".4f") if n in mine else "" for n in lengths]
+        cells = [figure(mine[n].bench.time_ms, ".4f") if n in mine else "" for n in lengths]
         failed = dict.fromkeys(str(row.bench.error) for row in mine.values() if row.bench.error)
         notes += [f"{name}: {text}" for text in failed]
         label = f"{name} (another function)" if name == "sdpa_dense" else name
         used = (last.registers, last.local_bytes, last.smem_bytes) if on_gpu else ()
-        table.add_row(label, *cells, *(_figure(value, "d") for value in used))
+        table.add_row(label, *cells, *(figure(value, "d") for value in used))
     if notes:
         table.caption = escape("\n".join(notes))
         table.caption_justify = "left"
     return table
 
 
-def _figure(value: Any, form: str) -> str:
+def figure(value: Any, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
@@ -212,7 +224,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-def _write(target: str, rows: Sequence[BenchRow]) -> None:
+def write_rows(target: str, rows: Sequence[BenchRow]) -> None:
     text = json.dumps([row.to_dict() for row in rows], indent=1) + "\n"
     if target == "-":
         sys.stdout.write(text)
@@ -223,14 +235,14 @@ def _write(target: str, rows: Sequence[BenchRow]) -> None:
         raise InvalidInput(f"--json {target} cannot be written: {error.strerror}; give another file") from error
 
 
-def _console(*, to_stderr: bool) -> Console:
+def make_console(*, to_stderr: bool) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if to_stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False)
 
 
-def _status(console: Console) -> AbstractContextManager[Callable[[str], None]]:
+def shown_status(console: Console) -> AbstractContextManager[Callable[[str], None]]:
     """What is being measured, as a line that goes away on a terminal, and as lines on stderr elsewhere."""
     if console.is_terminal:
         return _Spinner(console)

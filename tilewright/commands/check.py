@@ -30,7 +30,8 @@ accesses out of bounds, reads of what nobody wrote and diverging barriers are re
 No GPU and no nvcc are needed. See docs/checking.md.
 
 By default: a sample in which, for each family, every legal pair of values of its axes, dtypes and architectures occurs,
-and every head dim and common kind of mask.
+and every head dim and common kind of mask. --pairs 93 takes little more than half of it: the last kernels add a pair or
+two each.
 
 example: tilewright check --family forward_simt --arch sm_90a"""
 
@@ -46,6 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("--arch", action="append", metavar="ARCH", help="may be repeated (default: sm_75, sm_80, sm_90a)")
     add("--family", action="append", metavar="F", help="only this family; may be repeated")
+    add("--pairs", type=float, default=100.0, metavar="PERCENT", help="of the pairs that must be in it (default: 100)")
     add("--variants", type=int, metavar="N", help="at most N kernels, those that cover the most")
     add("--sanitize", action="store_true", help="watched by AddressSanitizer and UBSan instead of by the runtime")
     add("--seed", type=int, default=0, metavar="S", help="another sample, and other orders of threads (default: 0)")
@@ -58,8 +60,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Check; 1 where a kernel fails or the time limit cut the sample short. Raises `InvalidInput`, `ToolMissing`."""
+    from tilewright.generator.sample import most_of
     from tilewright.tuner.host_check import ARCHS, check_kernels, coverage, kernels_to_check
 
+    if not 0 < args.pairs <= 100:
+        raise InvalidInput(f"--pairs must be above 0 and at most 100 percent, got {args.pairs:g}")
     for option, least in (("variants", 1), ("jobs", 1), ("seed", 0), ("time_limit", 0)):
         value = getattr(args, option)
         if value is not None and value < least:
@@ -68,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = _gpu(args) if args.gpu else None
     archs = tuple(dict.fromkeys(args.arch or ((gpu.arch,) if gpu else ARCHS)))
     sample = kernels_to_check(archs, _families(args.family, archs), seed=args.seed)
-    kernels = sample.kernels[: args.variants]
+    kernels = most_of(sample, args.pairs)[: args.variants]
     results = []
     limit_s = None if args.time_limit is None else args.time_limit - (time.monotonic() - started)
     checks = check_kernels(

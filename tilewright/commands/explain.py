@@ -84,7 +84,7 @@ def _arch_of(target: str) -> str:
     import torch
 
     from tilewright.generator.arch import arch_named
-    from tilewright.runtime.dispatch import target_of
+    from tilewright.runtime.call_problem import target_of
     from tilewright.runtime.environment import cuda_index
 
     if target == "auto":

@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the kernel and print the profiler's command. Raises what building and launching raise."""
-    from tilewright.runtime.dispatch import target_of
+    from tilewright.runtime.call_problem import target_of
     from tilewright.tuner.bench import bench_device
 
     device = bench_device(args.target)
@@ -125,27 +125,12 @@ def _run_kernel(
     from tilewright.generator.build import build
     from tilewright.generator.render import render
     from tilewright.generator.variant import kernel_of
-    from tilewright.runtime.canonical import canonical
     from tilewright.runtime.launch import LoadedKernel
-    from tilewright.runtime.plans import plan_for
     from tilewright.tuner.timing import time_kernel
 
     rendered = render(kernel_of(problem, spec))
     loaded = LoadedKernel(build(rendered), rendered.kernel, rendered.module_name)
-    query, key, value, mask = row.make_inputs(device)
-    plan = plan_for(
-        rendered.kernel,
-        canonical(mask, row.seqlen_q, row.seqlen_kv),
-        batch=row.batch,
-        num_heads=row.num_heads,
-        seqlen_q=row.seqlen_q,
-        seqlen_kv=row.seqlen_kv,
-        device=device,
-    )
-
-    def launch() -> object:
-        return loaded.run(query, key, value, plan, row.head_dim**-0.5)
-
+    launch = row.asked_of.row(row, device).bind(loaded).runner()
     for _ in range(WARM_UPS + 1):
         launch()
     if device.type == "cuda":
@@ -164,5 +149,5 @@ def profiler_command(args: argparse.Namespace, row: WorkloadRow, spec: VariantSp
     report = args.report or "tilewright-profile"
     if device_type == "cpu":
         return f"perf record -g -o {shlex.quote(report)} {shlex.join(ours)}"
-    options = ["--kernel-name", "regex:attention", "--launch-skip", str(WARM_UPS), "--launch-count", "1"]
+    options = ["--kernel-name", "regex:attention|select_blocks", "--launch-skip", str(WARM_UPS), "--launch-count", "1"]
     return shlex.join(["ncu", *options, "--clock-control", "none", "--set", "full", "-f", "-o", report, *ours])

@@ -1,0 +1,54 @@
+// Atomic operations, and threads that wait for each other through them.
+#include <cstdint>
+
+#include "memory.h"
+
+namespace tilewright_host {
+
+namespace {
+
+void check_aligned(const void* address, Where where) {
+    if (reinterpret_cast<uintptr_t>(address) % 4 == 0) return;
+    fault_at(where, "misaligned: an atomic operation at %p, which must be a multiple of 4 bytes", address);
+}
+
+void check_global(const void* address, bool adds, bool releases, bool acquires, Where where) {
+    check_aligned(address, where);
+    if (is_shared(address)) fault_at(where, "an atomic operation for global memory, on shared memory");
+    if (is_watching()) return touch_tensor_atomic(address, adds, releases, acquires, where);
+    if (__asan_region_is_poisoned(address, 4) == nullptr) return;
+    fault_at(where, "out of bounds: an atomic operation at %p", address);
+}
+
+}  // namespace
+
+int shared_atomic_add(int* to, int value, int line) {
+    const Where where = {nullptr, line};
+    check_aligned(to, where);
+    if (is_watching()) {
+        touch_shared_atomic(to, where);
+    } else {
+        shared_offset(to, 4, "an atomic operation", where);
+    }
+    note_write();
+    const int before = *to;
+    *to = int(unsigned(before) + unsigned(value));
+    return before;
+}
+
+unsigned global_atomic_add(unsigned* to, unsigned value, bool release, int line) {
+    check_global(to, true, release, false, {nullptr, line});
+    note_write();
+    const unsigned before = *to;
+    *to = before + value;
+    return before;
+}
+
+unsigned global_load_acquire(const unsigned* from, int line) {
+    check_global(from, false, false, true, {nullptr, line});
+    return *from;
+}
+
+void pause_thread(int line) { yield_to_others(line); }
+
+}  // namespace tilewright_host
