@@ -1,4 +1,4 @@
-"""The key-major family of attention over chosen blocks: its defaults, what is compiled in, kernels that spill nothing."""
+"""The key-major family of attention over chosen blocks: defaults, what is compiled in, kernels that spill nothing."""
 
 from __future__ import annotations
 

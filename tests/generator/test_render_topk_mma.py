@@ -1,4 +1,4 @@
-"""The family that chooses blocks on tensor cores: defaults, reasons, what is compiled in, kernels that spill nothing."""
+"""The family that chooses blocks on tensor cores: defaults, reasons, what is compiled in, no spills."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,7 +311,7 @@ def test_nothing_built_for_the_host_is_timed_or_taken_for_verified(
     request_name: str, simt: Rendered, good: Path
 ) -> None:
     session = Session("cpu")
-    session._sample = session._full = object()  # type: ignore[assignment] - never looked at
+    session._prepared = SimpleNamespace(bind=None)  # type: ignore[assignment] - never called
     one = (simt.kernel, good)
     arguments: dict[str, tuple[Any, ...]] = {"measure": (*one, None), "compare": ([one], 3)}
     with pytest.raises(InvalidInput, match="was built for the host check: its times and results are no GPU's"):
@@ -345,15 +346,16 @@ def sanitizer() -> None:
         pytest.skip(str(error))
 
 
-def test_address_sanitizer_is_heard(sanitizer: None) -> None:
-    plain = rendered("ladder")
-    write = "*at.lse = row_max + logf(row_sum);"
-    broken = without(plain, write, "at.lse[70] = 0.0f;")  # past what `place` leaves around a tensor
-    overflow = without(plain, write, "*at.lse = float(2147483647 + args.batch);")
+def test_address_sanitizer_is_heard(sanitizer: None, simt: Rendered) -> None:
+    broken = without(simt, "if (lane.row_lane == 0) {", "if (lane.row_lane == 0) { lse[1 << 20] = 0.0f;")
+    right, wrong = build_host(simt, sanitize=True), build_host(broken, sanitize=True)
     with Worker("cpu", environment=worker_environment(sanitize=True)) as worker:
-        assert worker.check(plain.kernel, build_host(plain, sanitize=True)).report.ok
+        assert worker.check(simt.kernel, right).report.ok
         with pytest.raises(IllegalAccess, match=r"AddressSanitizer: \S+.*kernel\.cu:\d+"):
-            worker.check(broken.kernel, build_host(broken, sanitize=True))
+            worker.check(broken.kernel, wrong)
+        overflow = without(
+            simt, "if (lane.row_lane == 0) {", "if (lane.row_lane == 0) { lse[row] = float(2147483647 + args.batch);"
+        )
         with pytest.raises(IllegalAccess, match=r"kernel\.cu:\d+:\d+: runtime error: signed integer overflow"):
             worker.check(overflow.kernel, build_host(overflow, sanitize=True))
 
