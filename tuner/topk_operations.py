@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -49,6 +50,9 @@ COMMON_CHOICES: tuple[tuple[int, int, int, int], ...] = (
 )
 """Block sizes, blocks taken, queries and heads that share a choice: a family's rules may ask for another default."""
 
+LIST_WIDTHS = (16, 48, 128, 240, 400)
+"""Blocks taken that ask for another default at one head dimension, whatever the length."""
+
 
 class ChoiceOperation(Operation):
     """What the two stages have in common."""
@@ -79,12 +83,23 @@ class ChoiceOperation(Operation):
                     yield self._problem(choice, causal, arch, dtype, head_dim)
         for head_dim in OTHER_HEAD_DIMS:
             yield self._problem(COMMON_CHOICES[0], True, arch, dtype, head_dim)
+        for width, group, heads in itertools.product(LIST_WIDTHS, (1, 64), (1, 8)):
+            for seqlen_q in (1, 64, 32768):
+                choice = (64, width, group, heads)
+                yield self._problem(choice, False, arch, dtype, VERIFIED_HEAD_DIMS[0], seqlen_q, 32768)
 
     def forms_to_verify(self, arch: Arch, dtype: str) -> Iterator[Problem]:
         return iter(())  # there is one form
 
     def _problem(
-        self, choice: tuple[int, int, int, int], causal: bool, arch: Arch, dtype: str, head_dim: int
+        self,
+        choice: tuple[int, int, int, int],
+        causal: bool,
+        arch: Arch,
+        dtype: str,
+        head_dim: int,
+        seqlen_q: int = 4096,
+        seqlen_kv: int = 4096,
     ) -> Problem:
         block_size, list_width, query_group, heads = choice
         return Selection(block_size, list_width, 8 // heads, query_group, causal).problem(
@@ -94,8 +109,8 @@ class ChoiceOperation(Operation):
             batch=1,
             num_heads=8,
             num_kv_heads=8 // heads,
-            seqlen_q=4096,
-            seqlen_kv=4096,
+            seqlen_q=seqlen_q,
+            seqlen_kv=seqlen_kv,
             target=arch.name,
         )
 

@@ -20,10 +20,9 @@ from tilewright.generator.arch import Arch, arch_named
 from tilewright.generator.build_pool import BuildPool
 from tilewright.generator.errors import InvalidInput, VariantFailed
 from tilewright.generator.family import Family, all_families
-from tilewright.generator.problem import Problem
 from tilewright.generator.render import render
-from tilewright.generator.space import family_default, form_defaults, problem_reason, unable_reason
-from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
+from tilewright.generator.space import family_default, form_defaults, problem_reason
+from tilewright.generator.variant import Kernel, kernel_of
 from tilewright.runtime.winners import shipped_winners
 from tilewright.tuner.operations import Operation, all_operations
 from tilewright.tuner.worker import Worker
@@ -77,30 +76,15 @@ def kernels_to_verify(arch: Arch) -> list[Kernel]:
 
 def _kernels_of(family: Family, operation: Operation, arch: Arch) -> Iterator[Kernel]:
     for dtype in family.dtypes:
-        problems = list(operation.problems_to_verify(arch, dtype))
-        for problem in problems:
+        for problem in operation.problems_to_verify(arch, dtype):
             spec = family_default(problem, family)
             if spec is not None:
                 yield kernel_of(problem, spec)
-        for spec in _other_defaults(problems[0], family):
-            yield kernel_of(problems[0], spec)
     for problem in operation.forms_to_verify(arch, family.dtypes[0]):
         for form in family.mask_forms:
             legal = list(form_defaults(problem, family, form))
             for spec in legal if family.purpose == "ladder" else legal[:1]:
                 yield kernel_of(problem, spec)
-
-
-def _other_defaults(problem: Problem, family: Family) -> list[VariantSpec]:
-    """Where lengths and sizes decide which entry of `defaults` a call gets: all entries that can run the problem."""
-    if not (family.problem_rules or family.worth_rules):
-        return []
-    every = [
-        VariantSpec.from_values(family.name, {"mask_form": form, **values})
-        for form in family.mask_forms
-        for values in family.defaults
-    ]
-    return [spec for spec in every if unable_reason(problem, spec) is None]
 
 
 def verify_kernels(kernels: Iterable[Kernel], device: str, *, jobs: int | None = None) -> Iterator[Verdict]:

@@ -96,11 +96,6 @@ inline T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32, i
     const int own = int(threadIdx.x) % 32, lane = own ^ distance;
     return tilewright_host::shuffle(mask, value, lane / width > own / width ? own : lane, "__shfl_xor_sync", line);
 }
-template <typename T>
-inline T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32, int line = __builtin_LINE()) {
-    const int own = int(threadIdx.x) % 32, lane = own - distance;
-    return tilewright_host::shuffle(mask, value, lane < own / width * width ? own : lane, "__shfl_up_sync", line);
-}
 inline unsigned __ballot_sync(unsigned mask, bool vote, int line = __builtin_LINE()) {
     return tilewright_host::votes(mask, vote, "__ballot_sync", line);
 }

@@ -45,10 +45,7 @@ TILEWRIGHT_INLINE uint32_t __float_as_uint(float value) {
     __builtin_memcpy(&bits, &value, 4);
     return bits;
 }
-TILEWRIGHT_INLINE int __float_as_int(float value) { return int(__float_as_uint(value)); }
-TILEWRIGHT_INLINE float __int_as_float(int bits) { return __uint_as_float(uint32_t(bits)); }
 TILEWRIGHT_INLINE int __popc(unsigned word) { return __builtin_popcount(word); }
-TILEWRIGHT_INLINE int __clz(int word) { return word == 0 ? 32 : __builtin_clz(unsigned(word)); }
 TILEWRIGHT_INLINE int __ffs(int word) { return __builtin_ffs(word); }
 
 namespace tilewright_host {

@@ -79,7 +79,7 @@ def test_the_reason_is_given(head_dim: int, spec: VariantSpec, reason: str) -> N
 
 
 def test_half_empty_tiles_run_but_are_not_tried() -> None:
-    asked, spec = problem(block_size=16), variant(block_n=64)
+    asked, spec = problem(block_size=16), variant(block_n=128, resident=3)
     assert unable_reason(asked, spec) is None
     assert "half empty" in (problem_reason(asked, spec) or "")
     assert spec not in legal_variants(asked, [FAMILY])

@@ -63,6 +63,16 @@ def rendered(
     raise LookupError(f"no default of {family} with {axes} is legal")
 
 
+def choice(family: str, dtype: str = "float16", arch: str = "sm_80", causal: bool = False) -> Rendered:
+    """The same of a family that chooses blocks, or attends to chosen ones."""
+    sizes = {"batch": 1, "num_heads": 8, "num_kv_heads": 8, "seqlen_q": 4096, "seqlen_kv": 4096}
+    chosen = family_named(family)
+    problem = Selection(64, 16, 8, 1, causal).problem(chosen.operation, dtype=dtype, head_dim=16, target=arch, **sizes)
+    specs = [VariantSpec.from_values(family, {"mask_form": "selected", **values}) for values in chosen.defaults]
+    kernels = [kernel_of(problem, spec) for spec in specs]
+    return render(next(kernel for kernel in kernels if legality(kernel) is None))
+
+
 def without(one: Rendered, text: str, instead: str = "") -> Rendered:
     """The kernel with this text, which it has once, replaced."""
     source = one.sources["kernel.cu"]
@@ -82,6 +92,11 @@ def host_kernel_of(one: Rendered, seed: int = 0) -> HostKernel:
 @pytest.fixture(scope="module")
 def book() -> CaseBook:
     return CaseBook(CPU, HOST_SHAPES)
+
+
+@pytest.fixture(scope="module")
+def choice_book() -> CaseBook:
+    return CaseBook(CPU, "host")
 
 
 def shapes_for(terms: tuple[str, ...]) -> list[str]:
@@ -141,25 +156,14 @@ def test_a_right_kernel_passes(family: str, dtype: str, arch: str, terms: tuple[
         ("selected_key", "float16", "sm_80", False),
     ],
 )
-def test_a_right_kernel_of_a_choice_passes(family: str, dtype: str, arch: str, causal: bool) -> None:
-    problem = Selection(64, 16, 8, 1, causal).problem(
-        family_named(family).operation,
-        dtype=dtype,
-        head_dim=16,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8,
-        seqlen_q=4096,
-        seqlen_kv=4096,
-        target=arch,
-    )
-    specs = [VariantSpec.from_values(family, {"mask_form": "selected", **v}) for v in family_named(family).defaults]
-    kernel = next(kernel for kernel in (kernel_of(problem, spec) for spec in specs) if legality(kernel) is None)
-    book = CaseBook(CPU, "host")
-    found = check_cases(host_kernel_of(render(kernel)), book)
+def test_a_right_kernel_of_a_choice_passes(
+    family: str, dtype: str, arch: str, causal: bool, choice_book: CaseBook
+) -> None:
+    one = choice(family, dtype, arch, causal)
+    found = check_cases(host_kernel_of(one), choice_book)
     assert found.report.ok, found.report.message
     assert found.report.skipped == ()
-    assert [name for name, _ in found.case_ms] == [case.name for case in book.cases_for(kernel)]
+    assert [name for name, _ in found.case_ms] == [case.name for case in choice_book.cases_for(one.kernel)]
     assert found.report.cases >= 12
 
 
@@ -255,6 +259,30 @@ def test_a_fault_is_told_by_line(
     assert "thread " in said
     if at:
         assert f"kernel.cu:{line_of(broken, at)} in load_tile" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "message"),
+    [
+        (
+            "atomic_add_release(progress, completed)",
+            "atomicAdd(progress, completed)",
+            "this thread reads .* in merge_rows",
+        ),
+        ("atomic_add_release(counted, 1u)", "atomicAdd(counted, 1u)", "this thread reads .* in invert_lists"),
+        (
+            "load_acquire(done) < wanted",
+            "load_acquire(done) <= wanted",
+            "waits for a value that never comes.* in wait_for",
+        ),
+    ],
+    ids=["results not released", "counts not released", "waits for one too many"],
+)
+def test_what_blocks_do_for_each_other_must_be_ordered(
+    text: str, instead: str, message: str, choice_book: CaseBook
+) -> None:
+    with pytest.raises(IllegalAccess, match=message):
+        check_cases(host_kernel_of(without(choice("selected_key"), text, instead)), choice_book)
 
 
 def test_a_wrong_result_names_its_case(simt: Rendered, book: CaseBook) -> None:
