@@ -91,9 +91,14 @@ def runtime_object() -> Path:
     Raises what `build_host` does.
     """
     toolchain.cache_dir()
-    path = _runtime_part().path
+    path = runtime_path()
     publish(path, _make_runtime)
     return path
+
+
+def runtime_path() -> Path:
+    """Where `runtime_object` is published, whether or not it is there yet. Raises `ToolMissing`."""
+    return _runtime_part().path
 
 
 def host_artifact_path(rendered: Rendered, *, sanitize: bool = False) -> Path:

@@ -116,7 +116,8 @@ class SlowCompiler:
         self.stop = directory / "stop"
         self.log = directory / "log"
         self.path = directory / "g++"
-        real = shutil.which("g++") or shutil.which("c++")
+        # In the order of `toolchain.CXX_NAMES`: what is already built by a compiler of this version is not built again.
+        real = shutil.which("c++") or shutil.which("g++")
         self.path.write_text(SLOW_COMPILER.format(log=self.log, stop=self.stop, real=real))
         self.path.chmod(self.path.stat().st_mode | stat.S_IXUSR)
 

@@ -197,9 +197,9 @@ def test_a_killed_build_is_recovered_from(cache: Path, cpp_kernel, slow_compiler
 
 def test_processes_that_want_the_same_kernel_compile_it_once(cache: Path, cpp_kernel, slow_compiler) -> None:
     rendered = cpp_kernel()
-    processes = [start_build(rendered) for _ in range(3)]
+    processes = [start_build(rendered) for _ in range(2)]
     answers = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, answers
+    assert [process.returncode for process in processes] == [0, 0], answers
     assert {out.decode().strip() for out, _ in answers} == {str(artifact_path(rendered))}
     assert slow_compiler.compilations == 1
     assert loaded(artifact_path(rendered), rendered).launch() == 64
