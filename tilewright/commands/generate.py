@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -148,7 +150,7 @@ def _rendered(args: argparse.Namespace) -> Iterator[Rendered]:
             specs += [(problem, spec) for problem, spec in defaults if spec is not None]
         for family in families:
             seen: set[tuple[str, AxisValue]] = set()
-            for problem in _one_a_dtype(problems):
+            for problem in _one_a_dtype([p for p in problems if p.operation == family.operation]):
                 for spec in covering_sample(problem, family):
                     # Some values are legal for some dtypes only, so each is asked; most add nothing.
                     if not seen.issuperset(spec.values().items()):
@@ -175,16 +177,33 @@ def _families(args: argparse.Namespace) -> list[Family]:
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
-    """One for each dtype, head dim and mask, the first mask's first: it allows the most mask forms."""
+    """One for each dtype, head dim and mask, the first mask's first: it allows the most mask forms.
+
+    Where no mask is asked for, those of chosen blocks too: for groups of queries first, which all their families take.
+    """
     from tilewright.generator.arch import arch_named
+    from tilewright.runtime.selection import SELECT_BLOCKS, SELECTED_ATTENTION
     from tilewright.tuner.workloads import WorkloadRow
 
+    kinds = list(itertools.product(args.dtype or arch_named(args.arch).dtypes, args.head_dim or HEAD_DIMS))
     rows = [
         WorkloadRow("generated", dtype, head_dim, HEADS, SEQLEN, mask=mask)
         for mask in args.mask or MASKS
-        for dtype in args.dtype or arch_named(args.arch).dtypes
-        for head_dim in args.head_dim or HEAD_DIMS
+        for dtype, head_dim in kinds
     ]
+    if not args.mask:
+
+        def chosen(operation: str, dtype: str, head_dim: int, group: int, *, causal: bool) -> WorkloadRow:
+            row = WorkloadRow("generated", dtype, head_dim, HEADS, SEQLEN, operation=operation, block_size=64, top_k=16)
+            return dataclasses.replace(row, causal=causal, query_group=group)
+
+        rows += [
+            chosen(operation, dtype, head_dim, group, causal=causal)
+            for operation in (SELECT_BLOCKS, SELECTED_ATTENTION)
+            for group in (64, 1)
+            for causal in (True, False)
+            for dtype, head_dim in kinds
+        ]
     return [row.problem(args.arch) for row in rows]
 
 
