@@ -26,7 +26,7 @@ from tilewright.tuner.workloads import WorkloadRow
 
 pytestmark = pytest.mark.early
 
-PROCESSES = int(os.environ.get("TILEWRIGHT_TEST_PROCESSES", "4"))
+PROCESSES = int(os.environ.get("TILEWRIGHT_TEST_PROCESSES", "3"))
 
 ROWS = (
     WorkloadRow("window", "float32", 16, 2, 64, mask="sliding_window(4, 4) | global_stride(16)"),

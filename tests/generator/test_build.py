@@ -249,7 +249,7 @@ def test_first_errors_reads_every_compiler() -> None:
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_90a"])
 def test_a_cuda_kernel_builds_through_load_inline(
     arch: str, cache: Path, cuda_kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

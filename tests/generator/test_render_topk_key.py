@@ -79,7 +79,7 @@ def test_the_reason_is_given(head_dim: int, spec: VariantSpec, reason: str) -> N
 
 
 def test_half_empty_tiles_run_but_are_not_tried() -> None:
-    asked, spec = problem(block_size=16), variant(block_n=128, resident=3)
+    asked, spec = problem(block_size=16), variant(block_n=128, resident=2)
     assert unable_reason(asked, spec) is None
     assert "half empty" in (problem_reason(asked, spec) or "")
     assert spec not in legal_variants(asked, [FAMILY])
@@ -97,7 +97,7 @@ def test_what_a_kernel_is_made_for_is_compiled_in() -> None:
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize(("arch", "dtype", "head_dim"), [("sm_90a", "bfloat16", 64), ("sm_80", "float16", 128)])
+@pytest.mark.parametrize(("arch", "dtype", "head_dim"), [("sm_80", "float16", 128)])
 def test_defaults_spill_nothing(arch: str, dtype: str, head_dim: int, tmp_path: Path) -> None:
     asked = problem(arch, dtype, head_dim, causal=True)
     spec = family_default(asked, FAMILY)

@@ -218,7 +218,6 @@ def test_a_sample_compiles_and_spills_nothing(sample: Kernel, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arch", "head_dim", "call"),
     [
-        ("sm_90a", 64, "groups"),
         ("sm_80", 192, "decode"),
     ],
 )

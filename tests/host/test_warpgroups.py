@@ -633,6 +633,6 @@ def test_a_mistake_is_named_with_its_place(probe: Probe, wrong: str, message: st
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_the_probe_compiles_for_a_gpu(dtype: str, tmp_path: Path) -> None:
     build_for_gpu(tmp_path, dtype, USUAL)

@@ -129,5 +129,6 @@ def test_neighbouring_rows_form_runs(rows: list[int], runs: list[tuple[int, int]
 
 def test_the_reference_imports_no_kernel_and_no_plan() -> None:
     tree = ast.parse(Path(oracle_module.__file__).read_text("utf-8"))
-    ours = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and "tilewright" in n.module}
-    assert ours == {"tilewright.runtime.masks"}
+    imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    assert "torch" in imported
+    assert not any("tilewright" in module for module in imported)
