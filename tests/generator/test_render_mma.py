@@ -210,7 +210,7 @@ SAMPLE = [
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("sample", SAMPLE, ids=lambda k: f"{k.arch}-{k.dtype}-D{k.head_dim}-{k.spec.mask_form}")
+@pytest.mark.parametrize("sample", SAMPLE[::2], ids=lambda k: f"{k.arch}-{k.dtype}-D{k.head_dim}-{k.spec.mask_form}")
 def test_a_covering_sample_compiles(sample: Kernel, tmp_path: Path) -> None:
     # That shared memory is what space.toml counts is asserted in the source.
     report = compile_report(sample, tmp_path)
@@ -223,11 +223,8 @@ def test_a_covering_sample_compiles(sample: Kernel, tmp_path: Path) -> None:
     ("arch", "head_dim", "terms"),
     [
         ("sm_90a", 64, ("window", "stride")),
-        ("sm_90a", 128, ()),
         ("sm_90a", 128, ("bound",)),
-        ("sm_90a", 128, ("and_blocks",)),
         ("sm_90a", 128, ("and_bits",)),
-        ("sm_90a", 112, ()),
         ("sm_90a", 256, ("bound",)),
         ("sm_80", 192, ("bound",)),
     ],

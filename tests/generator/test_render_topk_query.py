@@ -206,7 +206,7 @@ def test_the_sample_has_every_value_of_every_axis() -> None:
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("sample", SAMPLE, ids=lambda k: f"{k.arch}-{k.dtype}-D{k.head_dim}-{k.spec.block_m}")
+@pytest.mark.parametrize("sample", SAMPLE[::2], ids=lambda k: f"{k.arch}-{k.dtype}-D{k.head_dim}-{k.spec.block_m}")
 def test_a_sample_compiles_and_spills_nothing(sample: Kernel, tmp_path: Path) -> None:
     # That shared memory is what space.toml counts is asserted in the source.
     report = compile_report(sample, tmp_path)

@@ -100,7 +100,7 @@ SAMPLE = [
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("sample", SAMPLE, ids=lambda k: f"{k.arch}-{k.dtype}-D{k.head_dim}-{k.spec.mask_form}")
+@pytest.mark.parametrize("sample", SAMPLE[::2], ids=lambda k: f"{k.arch}-{k.dtype}-D{k.head_dim}-{k.spec.mask_form}")
 def test_a_covering_sample_compiles(sample: Kernel, tmp_path: Path) -> None:
     # That shared memory is what space.toml counts is asserted in the source.
     report = compile_report(sample, tmp_path)

@@ -82,7 +82,7 @@ def test_the_plot_is_a_picture_or_a_reason(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 @pytest.mark.parametrize(
     ("rung", "dtype"), [("naive", "float32"), ("tiled_full_row", "float16"), ("online_softmax", "bfloat16")]
 )
