@@ -150,6 +150,8 @@ SELECTED_SHAPES: tuple[ChoiceShape, ...] = (
         lists="chosen",
     ),
     ChoiceShape("1025 tokens, blocks of 64", 1, 2, 1, 1025, 1025, 64, 4, lists="chosen"),
+    ChoiceShape("300 queries, budgets per head", 2, 6, 3, 300, 515, 16, 20, uneven=True),
+    ChoiceShape("budgets per choice, heads share", 1, 6, 3, 70, 333, 32, 9, query_group=3, shared=True, uneven=True),
     ChoiceShape("1 query, 257 keys", 2, 2, 1, 1, 257, 16, 9, layout="padded"),
     ChoiceShape(
         "more keys than queries, groups of 3, shuffled", 1, 2, 2, 65, 321, 48, 3, query_group=3, lists="shuffled"
@@ -178,6 +180,7 @@ SELECTED_HOST_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("35 queries, 129 keys, amid NaNs", 1, 1, 1, 35, 129, 16, 4, layout="padded"),
     ChoiceShape("groups of 64, heads share", 1, 2, 1, 129, 193, 64, 2, query_group=64, shared=True, lists="chosen"),
     ChoiceShape("1 query, 257 keys", 2, 2, 1, 1, 257, 16, 9, layout="padded"),
+    ChoiceShape("budgets per head", 1, 3, 1, 13, 150, 16, 9, uneven=True),
     ChoiceShape("groups of 3, shuffled", 1, 1, 1, 17, 321, 48, 3, query_group=3, lists="shuffled"),
     ChoiceShape("more queries than keys, heads share", 1, 2, 1, 41, 17, 16, 1, shared=True, layout="padded"),
     ChoiceShape("blocks of 100, entries outside", 1, 2, 1, 9, 325, 100, 3, lists="outside"),
@@ -263,6 +266,8 @@ def make_lists(
     else:
         indices = torch.rand((*size, num_blocks), generator=generator).argsort(-1)[..., :width]
         counts = torch.randint(0, width + 1, size, generator=generator)
+        if shape.uneven:
+            counts = torch.minimum(counts, shape.budgets(selection).view(1, -1, 1))
         if shape.lists in ("none", "all"):
             counts.fill_(0 if shape.lists == "none" else width)
         if shape.lists != "shuffled":

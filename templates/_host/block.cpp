@@ -114,7 +114,7 @@ void run_thread() {
 
 // Of a grid whose blocks run all at once: what is kept of one while another one runs.
 struct BlockAside {
-    Aside own, collectives, shared, log, global_log;
+    Aside own, collectives, shared, log, global_log, clocks, mbarriers, named_barriers, bulk_copies, warpgroups;
 };
 
 void exchange(BlockAside& aside) {
@@ -136,6 +136,11 @@ void exchange(BlockAside& aside) {
     exchange_shared(aside.shared);
     exchange_log(aside.log);
     exchange_global_log(aside.global_log);
+    exchange_clocks(aside.clocks);
+    exchange_mbarriers(aside.mbarriers);
+    exchange_named_barriers(aside.named_barriers);
+    exchange_bulk_copies(aside.bulk_copies);
+    exchange_warpgroups(aside.warpgroups);
 }
 
 void start_block(unsigned index, unsigned count, unsigned threads) {
@@ -231,7 +236,9 @@ void note_write() { pauses = waiting_blocks = 0; }
 
 // What no thread of this block brings now, only another block can bring: an earlier one, or any that runs at the same time.
 void yield_to_others(int line) {
-    const bool stuck = pauses++ > ready.size() && copies_in_flight == 0;
+    const bool waits_alone = pauses++ > ready.size();
+    if (waits_alone && land_copies(true)) pauses = 0;
+    const bool stuck = waits_alone && pauses != 0;
     if (stuck && running_together == 0) {
         fault_at({nullptr, line},
                  "this thread waits for a value that never comes: no other thread of block %u of %u can go on, and here the blocks "
@@ -243,7 +250,6 @@ void yield_to_others(int line) {
                  "this thread waits for a value that never comes: no thread of the %u of %u blocks that are not done can go on",
                  running_together, block.count);
     }
-    if (stuck && clocked) fault_at({nullptr, line}, "blocks that run all at once may have no mbarriers and named barriers here");
     Thread& self = block.all[block.current];
     ready.insert(ready.begin(), block.current);
     const int mine = block.current;

@@ -1,5 +1,6 @@
 // Bulk copies: boxes of a tensor that land in shared memory some time after they were begun, and are counted by an mbarrier.
 #include <cstring>
+#include <utility>
 
 #include "mbarriers.h"
 #include "shared_log.h"
@@ -77,6 +78,18 @@ void land_at(size_t index) {
 
 }  // namespace
 
+void exchange_bulk_copies(Aside& aside) {
+    struct Kept {
+        std::vector<Box> in_flight;
+        int count = 0;
+        uint64_t turn = 0;
+    };
+    Kept& kept = kept_of<Kept>(aside);
+    std::swap(in_flight, kept.in_flight);
+    std::swap(copies_in_flight, kept.count);
+    std::swap(turn, kept.turn);
+}
+
 void begin_bulk_copies() {
     in_flight.clear();
     copies_in_flight = 0;
@@ -128,6 +141,10 @@ void copy_box(void* to, const TensorMap* map, void* barrier, int column, int row
     if (reinterpret_cast<uintptr_t>(to) % alignment != 0) {
         fault_at(where, "bulk_load: a box of %d rows must start at a multiple of %u bytes, got byte %zu of shared memory",
                  tensor.box_rows, alignment, offset);
+    }
+    if (column % (CHUNK_BYTES / ELEMENT_BYTES) != 0) {
+        fault_at(where, "bulk_load: a box must start at a column that is a multiple of %d, got %d",
+                 CHUNK_BYTES / ELEMENT_BYTES, column);
     }
     if (head < 0 || head >= tensor.sizes[2] || batch < 0 || batch >= tensor.sizes[3]) {
         fault_at(where, "bulk_load: a box of head %d, batch %d of a tensor with %lld heads, %lld batches", head, batch,

@@ -2,6 +2,7 @@
 #include "clocks.h"
 
 #include <cstring>
+#include <utility>
 
 namespace tilewright_host {
 
@@ -32,6 +33,18 @@ void begin_clocks() {
     }
     clocked = false;
     published = 0;
+}
+
+void exchange_clocks(Aside& aside) {
+    struct Kept {
+        Clock seen[MAX_WARPS];
+        bool clocked = false;
+        uint32_t published = 0;
+    };
+    Kept& kept = kept_of<Kept>(aside);
+    if (clocked || kept.clocked) std::swap(seen, kept.seen);
+    std::swap(clocked, kept.clocked);
+    std::swap(published, kept.published);
 }
 
 void start_clocks() { clocked = true; }

@@ -27,6 +27,7 @@ struct Operation {
     bool releases;
     uint32_t block_synced, warp_synced;  // of the thread, then: it releases what others of its block did before these
     std::vector<Known> known;            // what it had acquired itself
+    std::vector<uint32_t> seen;          // and of each thread of its block, what its warp had seen through other barriers
 };
 
 // The atomic operations on one address since its last ordinary write, in order.
@@ -67,6 +68,7 @@ bool covers(const Known& known, uint32_t thread, uint32_t time, std::vector<Know
             if (i >= known.operations) break;
             if (time <= release.block_synced || (release.thread == thread && time <= release.time)) return true;
             if (index_of(release.thread) / WARP_SIZE == index_of(thread) / WARP_SIZE && time <= release.warp_synced) return true;
+            if (!release.seen.empty() && time <= release.seen[index_of(thread)]) return true;
         }
     }
     for (size_t i = 0; i < known.operations; ++i) {
@@ -223,8 +225,12 @@ void GlobalLog::atomic(size_t offset, const void* location, bool adds, bool rele
         if (!again) acquired.push_back({{number, address.operations.size()}, block.current, now});
     }
     if (!adds) return;
-    Operation operation = {running_thread(), now, remember(where), releases, block_synced, warp_synced[current_warp()], {}};
+    Operation operation = {running_thread(), now, remember(where), releases, block_synced, warp_synced[current_warp()], {}, {}};
     if (releases) {
+        if (clocked) {
+            const uint32_t* times = seen[current_warp()].times + ALL_THREADS;
+            operation.seen.assign(times, times + block.threads);
+        }
         for (const Acquired& one : acquired) {
             if (has_acquired(one)) operation.known.push_back(one.known);
         }

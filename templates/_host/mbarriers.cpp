@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "shared_log.h"
 #include "warpgroups.h"
@@ -119,6 +120,19 @@ int number_of(const Counted& barrier) {
 }
 
 }  // namespace
+
+void exchange_mbarriers(Aside& aside) {
+    struct Kept {
+        std::vector<std::unique_ptr<Counted>> mbarriers;
+        int used = 0;
+        size_t begin = 0, end = 0;
+    };
+    Kept& kept = kept_of<Kept>(aside);
+    std::swap(mbarriers, kept.mbarriers);
+    std::swap(used, kept.used);
+    std::swap(mbarriers_begin, kept.begin);
+    std::swap(mbarriers_end, kept.end);
+}
 
 void begin_mbarriers() {
     used = 0;

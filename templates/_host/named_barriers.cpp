@@ -1,5 +1,6 @@
 // Barriers of the hardware at which a part of a block meets: those who come late and those who only tell that they came.
 #include <algorithm>
+#include <utility>
 
 #include "clocks.h"
 
@@ -31,6 +32,16 @@ void check_whole_warps(const Named& barrier, int id, Where where) {
 }
 
 }  // namespace
+
+void exchange_named_barriers(Aside& aside) {
+    struct Kept {
+        Named named[NAMED_BARRIERS] = {};
+        bool used = false;
+    };
+    Kept& kept = kept_of<Kept>(aside);
+    if (named_used || kept.used) std::swap(named, kept.named);
+    std::swap(named_used, kept.used);
+}
 
 void begin_named_barriers() {
     for (Named& barrier : named) {

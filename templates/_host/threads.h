@@ -67,6 +67,11 @@ void exchange_collectives(Aside& aside);
 void exchange_shared(Aside& aside);
 void exchange_log(Aside& aside);
 void exchange_global_log(Aside& aside);
+void exchange_clocks(Aside& aside);
+void exchange_mbarriers(Aside& aside);
+void exchange_named_barriers(Aside& aside);
+void exchange_bulk_copies(Aside& aside);
+void exchange_warpgroups(Aside& aside);
 
 // What a block begins with and what may not be left when a thread or the block ends; and of a waiting thread, for what.
 void begin_collectives();

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <utility>
 
 #include "clocks.h"
 #include "products.h"
@@ -237,6 +238,16 @@ void wait_for_groups(void* const* lanes, void*) {
 }
 
 }  // namespace
+
+void exchange_warpgroups(Aside& aside) {
+    struct Kept {
+        Warpgroup warpgroups[MAX_WARPGROUPS];
+        int unsettled = 0;
+    };
+    Kept& kept = kept_of<Kept>(aside);
+    std::swap(warpgroups, kept.warpgroups);
+    std::swap(unsettled_accumulators, kept.unsettled);
+}
 
 void begin_warpgroups() {
     unsettled_accumulators = 0;
