@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tilewright.generator import toolchain
+from tilewright.generator.build import find_artifact
 from tilewright.generator.build_worker import Worker, WorkerDied, request_for
 from tilewright.generator.errors import (
     CompileFailed,
@@ -26,7 +28,7 @@ from tilewright.generator.errors import (
     ToolMissing,
     VariantFailed,
 )
-from tilewright.generator.render import Rendered
+from tilewright.generator.render import Rendered, render
 from tilewright.generator.variant import Kernel
 
 TIMEOUT_S = 300.0
@@ -37,7 +39,7 @@ under 0.25 GiB on small tiles (g++ 12, nvcc 13.0), and several times that for nv
 Without a cap by memory, one nvcc a core is what exhausts machines with many cores."""
 
 _ERRORS: dict[str, type[TilewrightError]] = {
-    kind.__name__: kind for kind in (CompileFailed, IllegalVariant, LaunchFailed, InvalidInput, ToolMissing)
+    kind.__name__: kind for kind in (CompileFailed, LaunchFailed, InvalidInput, ToolMissing)
 }
 
 
@@ -45,7 +47,7 @@ _ERRORS: dict[str, type[TilewrightError]] = {
 class BuildResult:
     """What became of one build: `artifact` is the library, or `error` says why there is none.
 
-    compile_s: seconds in the worker; next to nothing where the artifact was there already.
+    compile_s: seconds that the build took; next to nothing where the artifact was there already.
     """
 
     kernel: Kernel
@@ -166,11 +168,21 @@ class BuildPool:
     def _build(self, item: Kernel | Rendered) -> BuildResult:
         kernel = item if isinstance(item, Kernel) else item.kernel
         language = "cpp" if kernel.arch == "cpu" else "cuda"
+        started = time.monotonic()
+        try:
+            rendered = render(item) if isinstance(item, Kernel) else item
+        except IllegalVariant as error:
+            return BuildResult(kernel, None, error, time.monotonic() - started)
+        # A worker imports PyTorch, which takes longer than most builds: none is started for what is there.
+        found = find_artifact(rendered)
+        if found is not None:
+            return BuildResult(kernel, found, None, time.monotonic() - started)
+        toolchain.compiler_identity(language)  # nor where there is no compiler
         with self._budget.share(JOB_BYTES[language]):
             worker = self._take_worker()
             started = time.monotonic()
             try:
-                answer = worker.ask(request_for(item), self._timeout_s)
+                answer = worker.ask(request_for(rendered), self._timeout_s)
             except TimeoutError:
                 self._drop(worker)
                 message = f"the compiler was killed after {self._timeout_s:g} s"

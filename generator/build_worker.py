@@ -117,15 +117,13 @@ def session_members(session: int) -> list[int]:
     return members
 
 
-def request_for(item: Kernel | Rendered) -> dict[str, Any]:
+def request_for(rendered: Rendered) -> dict[str, Any]:
     """What to ask a worker for this kernel."""
-    if isinstance(item, Kernel):
-        return {"kernel": item.to_dict()}
     return {
-        "kernel": item.kernel.to_dict(),
-        "sources": item.sources,
-        "language": item.language,
-        "digest": item.digest,
+        "kernel": rendered.kernel.to_dict(),
+        "sources": rendered.sources,
+        "language": rendered.language,
+        "digest": rendered.digest,
     }
 
 
@@ -146,12 +144,8 @@ def serve() -> None:
         started = time.perf_counter()
         try:
             kernel = Kernel.from_dict(values["kernel"])
-            item = (
-                Rendered(kernel, values["sources"], values["language"], values["digest"])
-                if "sources" in values
-                else kernel
-            )
-            answer: dict[str, Any] = {"artifact": str(build(item))}
+            rendered = Rendered(kernel, values["sources"], values["language"], values["digest"])
+            answer: dict[str, Any] = {"artifact": str(build(rendered))}
         except Exception as error:
             answer = {
                 "error": type(error).__name__,

@@ -176,6 +176,9 @@ class _FamilySpace:
         self._codes = {axis: _codes(column) for axis, column in columns.items()}
         self._bases = list(dict.fromkeys(point[:4] for point in points))
         self._base = _codes([point[:4] for point in points])
+        # Many bases serve the same sets of mask terms: what those add is counted once for all of them.
+        served = [tuple(dict.fromkeys(self._of_terms(base, p) for p in self._served[base])) for base in self._bases]
+        self._terms, self._terms_of_base = list(dict.fromkeys(served)), _codes(served)
         self._paired = [axis for axis in self._axes if axis not in _ONCE]
         self._adds = np.full(self.size, len(self._paired) * (len(self._paired) - 1) // 2)
 
@@ -221,18 +224,16 @@ class _FamilySpace:
 
     def _all_adds(self, missing: set[Target]) -> NDArray[np.int64]:
         """For each point, how many of the missing targets it adds with the best of its sets of mask terms."""
-        beside = [
-            (self._head_dim(base) in missing) + max(self._added_by(base, p, missing) for p in self._served[base])
-            for base in self._bases
-        ]
-        found: NDArray[np.int64] = self._adds + np.array(beside)[self._base]
+        of_terms = np.array([max(_count(targets, missing) for targets in choices) for choices in self._terms])
+        of_head_dim = np.array([self._head_dim(base) in missing for base in self._bases], dtype=np.int64)
+        found: NDArray[np.int64] = self._adds + (of_terms[self._terms_of_base] + of_head_dim)[self._base]
         return found
 
     def _head_dim(self, point: tuple[AxisValue, ...]) -> Target:
         return self.family.name, (("head_dim", point[2]),)
 
     def _added_by(self, point: tuple[AxisValue, ...], problem: Problem, missing: set[Target]) -> int:
-        return sum(target in missing for target in self._of_terms(point, problem))
+        return _count(self._of_terms(point, problem), missing)
 
     def _of_terms(self, point: tuple[AxisValue, ...], problem: Problem) -> tuple[Target, ...]:
         """The targets that the problem's mask terms meet at a point: none with a scan, whose kernel has no terms."""
@@ -240,6 +241,10 @@ class _FamilySpace:
             return ()
         terms = ("mask_terms", " ".join(problem.mask.terms))
         return (self.family.name, (terms,)), (ANY_FAMILY, (("mask_form", point[3]), terms))
+
+
+def _count(targets: Iterable[Target], missing: set[Target]) -> int:
+    return sum(target in missing for target in targets)
 
 
 def _codes(column: Sequence[object]) -> NDArray[np.int64]:

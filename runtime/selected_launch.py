@@ -92,8 +92,8 @@ def run_selected(
 
     indices, counts: contiguous int32 as `run_select` returns them; before the count each entry is a different block,
     past it anything. budgets: of each chooser, which no count of it exceeds, where they are known and differ: kernels
-    then cut up the work more evenly. Returns `out` [B, Hq, Nq, D] in query's dtype and `lse` [B, Hq, Nq] float32, which may be given.
-    Raises `LaunchFailed`, `OutOfMemory` or `IllegalAccess`.
+    then cut up the work more evenly. Returns `out` [B, Hq, Nq, D] in query's dtype and `lse` [B, Hq, Nq] float32, which
+    may be given. Raises `LaunchFailed`, `OutOfMemory` or `IllegalAccess`.
     """
     batch, num_heads, seqlen_q, _ = query.shape
     if out is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +20,9 @@ from tilewright.generator import toolchain
 from tilewright.generator.build import publish
 from tilewright.generator.errors import ToolMissing
 from tilewright.generator.host_build import runtime_path
+
+if TYPE_CHECKING:
+    from tilewright.tuner.worker import Worker
 
 
 def _has_nvcc() -> bool:
@@ -57,3 +62,40 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     patch.setenv(toolchain.CACHE_VARIABLE, str(cache))
     if built.exists():
         publish(runtime_path(), lambda directory: Path(shutil.copy(built, directory / "copied.o")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def brief_timing() -> None:
+    """What this process itself times, such as a benchmark's rows, takes a tenth: no test asks how fast anything is."""
+    from tilewright.tuner.timing import TIMING_S, time_kernel
+
+    time_kernel.__kwdefaults__["budget_s"] = TIMING_S / 10
+
+
+@pytest.fixture(scope="session")
+def session_worker() -> Iterator[Callable[[str], Worker]]:
+    """session_worker(device): a process that measures, the same one whenever it is asked for."""
+    from tilewright.tuner.worker import Worker
+
+    # Two threads would share their cores with the other tests' process.
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    workers: dict[str, Worker] = {}
+    yield lambda device: workers.setdefault(device, Worker(device, environment=one_thread))
+    for worker in workers.values():
+        worker.close()
+
+
+@pytest.fixture
+def lasting_workers(session_worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that measure for one run in this process serve the next one too: each start imports PyTorch, 3 s.
+
+    That a run's crew ends its workers is seen in `tests/tuner/test_worker.py`.
+    """
+    from tilewright.tuner import crew
+
+    def last(ended: crew.Crew) -> None:
+        ended._workers.clear()
+        ended._prepared.clear()
+
+    monkeypatch.setattr(crew, "Worker", session_worker)
+    monkeypatch.setattr(crew.Crew, "close", last)

@@ -81,7 +81,7 @@ if tunes:
 else:
     while not Path(stop).exists():
         dispatch()
-        time.sleep(0.2)
+        time.sleep(0.5)
 dispatch()
 print(json.dumps({
     "calls": calls,

@@ -1,4 +1,4 @@
-"""tilewright's attention over chosen blocks as something to be benchmarked: whole, by stages, and as a mask."""
+"""tilewright's attention over chosen blocks as something to be benchmarked: whole, and by stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Literal
 from torch import Tensor
 
 from tilewright.runtime import masks, topk_stages
-from tilewright.runtime.attention import attention
 from tilewright.runtime.dispatch import DISPATCHER, Choice
 from tilewright.runtime.selection import SELECT_BLOCKS, Selection
 from tilewright.runtime.topk import topk_attention
@@ -86,12 +85,11 @@ class TopkPeer:
 
 
 def own_parts() -> dict[str, TopkPeer]:
-    """tilewright whole, its two stages alone, and what it could do instead: the choice as a mask of blocks."""
+    """tilewright whole, and its two stages alone."""
     parts = [
         TopkPeer("tilewright", "topk", lambda call: None, _whole_settings),
         TopkPeer("tilewright_stage1", "choice", nothing_to_choose, _stage1_settings),
         TopkPeer("tilewright_stage2", "attention", nothing_to_choose, _stage2_settings),
-        TopkPeer("tilewright_masked", "topk", _unfit_for_masked, _masked_settings),
     ]
     return {part.name: part for part in parts}
 
@@ -145,23 +143,11 @@ def _stage2_settings(call: TopkCall) -> Iterator[Setting]:
 
     def run() -> Tensor:
         query, key, value = call.query, call.key, call.value
-        return topk_stages.attend_chosen(query, key, value, *lists, call.selection, call.scale)[0]
+        budgets = topk_stages.different(call.budgets)
+        return topk_stages.attend_chosen(query, key, value, *lists, call.selection, call.scale, budgets)[0]
 
     name = f"stage 2 alone: {ANOTHER}, {_stage2_choice(call, lists)}"
     yield Setting(name, lambda: TopkReady(run, 0, lambda: lists))
-
-
-def _unfit_for_masked(call: TopkCall) -> str | None:
-    batch, num_heads, seqlen_q, _ = call.query.shape
-    return nothing_to_choose(call) or too_large(call, "its flags", batch * num_heads * seqlen_q * call.num_blocks * 4)
-
-
-def _masked_settings(call: TopkCall) -> Iterator[Setting]:
-    def run() -> Tensor:
-        mask = topk_stages.mask_of_lists(call.query, call.key, *call.choose(), call.selection)
-        return attention(call.query, call.key, call.value, mask, scale=call.scale)
-
-    yield Setting("the choice as a mask of blocks", lambda: TopkReady(run, 0, call.choose))
 
 
 def too_large(call: TopkCall, what: str, needed: int) -> str | None:

@@ -182,6 +182,8 @@ class Worker:
         self.close()
 
     def _request(self, method: str, arguments: tuple[Any, ...], timeout_s: float, prepared: bool = False) -> Any:
+        if prepared and self._row is None:
+            raise WorkerLost("the worker has no row to measure on; call prepare first")
         for attempt in (1, 2):
             if self.pid is None:
                 self._start()
@@ -196,8 +198,7 @@ class Worker:
         raise AssertionError("unreachable")
 
     def _prepare_again(self) -> None:
-        if self._row is None:
-            raise WorkerLost("the worker has no row to measure on; call prepare first")
+        assert self._row is not None
         try:
             self._exchange("prepare", (self._row,), self.start_timeout_s)
         except VariantFailed as error:

@@ -26,7 +26,7 @@ def _check(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 
 
 def test_kernels_are_executed_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    document = _check(capsys, *LADDER, "--variants", "2", "--seed", "5", "--jobs", "2")
+    document = _check(capsys, *LADDER, "--variants", "2", "--seed", "5", "--jobs", "1")
     assert document["archs"] == ["sm_80"]
     assert (document["failed"], document["left_out"], document["seed"]) == (0, 0, 5)
     assert 0 < document["pairs"]["covered"] < document["pairs"]["legal"]

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from tilewright.cli import main
-from tilewright.generator import toolchain
 from tilewright.runtime.store import Store
 from tilewright.tuner import effort
 from tilewright.tuner.bench import BenchRow
 from tilewright.tuner.effort import Effort
+
+pytestmark = pytest.mark.usefixtures("lasting_workers")
 
 WORKLOAD = """
 [[row]]
@@ -51,7 +52,7 @@ def test_json_on_stdout_progress_on_stderr(
     workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = str(tmp_path / "tune.db")
-    arguments = ["tune", "--target", "cpu", "--workload", workload, "--effort", "quick", "--db", db]
+    arguments = ["tune", "--target", "cpu", "--workload", workload, "--effort", "quick", "--jobs", "1", "--db", db]
     assert main([*arguments, "--json"]) == 0
     captured = capsys.readouterr()
     values = json.loads(captured.out)
@@ -132,7 +133,7 @@ effort.EFFORTS["quick"] = effort.Effort("quick", trials=20, exhaustive_up_to=20,
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 sys.exit(main())
 """
-"""The command, with the first measurement after two compilations and many more to come."""
+"""The command, with the first measurement after two variants are built and many more to come."""
 
 
 def test_ctrl_c_on_a_terminal_is_130_and_goes_on_later(workload: str, tmp_path: Path) -> None:
@@ -144,11 +145,10 @@ def test_ctrl_c_on_a_terminal_is_130_and_goes_on_later(workload: str, tmp_path: 
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "TERM": "xterm",
         "COLUMNS": "160",
-        toolchain.CACHE_VARIABLE: str(tmp_path / "cache"),
     }
     command = [sys.executable, "-P", "-c", SMALL_BATCHES, "tune", "--target", "cpu", "--workload", workload]
     process = subprocess.Popen(
-        [*command, "--effort", "quick", "--db", str(db), "--json"],
+        [*command, "--effort", "quick", "--jobs", "1", "--db", str(db), "--json"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=ours,

@@ -43,6 +43,16 @@ def test_failures_are_results_and_the_others_are_built(cache: Path, cpp_kernel) 
     assert failed.error.source_path.read_text() == bad.sources["kernel.cpp"]
 
 
+def test_what_is_built_already_takes_no_process(cache: Path, cpp_kernel) -> None:
+    with BuildPool(1) as pool:
+        artifact = pool.submit(cpp_kernel()).result().artifact
+        assert len(worker_pids(pool)) == 1
+    with BuildPool(1) as pool:
+        again = pool.submit(cpp_kernel()).result()
+        assert again.artifact == artifact is not None
+        assert worker_pids(pool) == []
+
+
 def test_an_illegal_kernel_is_a_result_and_an_unknown_family_an_error(cache: Path) -> None:
     spec = VariantSpec.from_values("forward_cpu", {"mask_form": "analytic", "block_m": 7, "block_n": 7})
     illegal = Kernel("attention_forward", "float32", 64, (), spec, "cpu")

@@ -28,7 +28,7 @@ MASKS: dict[str, tuple[tuple[str, ...], ...]] = {
     "bitmap": (("window", "tokens", "or_blocks"),),
     "scan": ((),),
 }
-SAMPLE = 8
+SAMPLE = 5
 JOBS = 2
 
 

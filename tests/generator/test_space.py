@@ -18,7 +18,7 @@ from tilewright.generator.variant import VariantSpec, kernel_of
 from tilewright.runtime.selection import Selection
 
 TERM_SETS = [(), *((term,) for term in MASK_TERMS), ("window", "stride"), ("bound", "document"), MASK_TERMS]
-CHOICE = Selection(block_size=64, list_width=16, num_choosers=8, query_group=64, causal=True).mask_class(8, 4096)
+CHOICE = Selection(block_size=64, list_width=16, num_choosers=8, query_group=16, causal=True).mask_class(8, 4096)
 
 
 def problem(**changes: object) -> Problem:

@@ -284,6 +284,7 @@ enum Misused {
     ODD_DESTINATION,
     PAST_THE_END,
     NO_SUCH_HEAD,
+    ODD_COLUMN,
     NO_MAP,
     DIVERGENT_WARPGROUP,
     WARPGROUP_IN_PART,
@@ -309,7 +310,12 @@ __global__ void misused(const __grid_constant__ Arguments args, const __grid_con
     DYNAMIC_SHARED_MEMORY(smem, 1024);
     unsigned char *a = smem, *b = smem + M * ROW_BYTES;
     Mbarrier* barriers = barriers_at(smem, MISUSED_BYTES);
-    const int thread = int(threadIdx.x), wrong = args.wrong;
+#ifdef __CUDA_ARCH__
+    constexpr int wrong = NOTHING;  // a barrier of 40 threads is an illegal instruction even where nobody comes to it
+#else
+    const int wrong = args.wrong;
+#endif
+    const int thread = int(threadIdx.x);
     const bool leader = thread == 0;
     if (leader) {
         if (wrong != NOT_INITIALISED) mbarrier_init(barriers, wrong == NO_ARRIVALS ? 0 : 1);  // initialised
@@ -324,7 +330,7 @@ __global__ void misused(const __grid_constant__ Arguments args, const __grid_con
         Maps none = {};
         mbarrier_arrive_expect(barriers, (wrong == NO_MAP ? 0 : M + N_KEYS) * ROW_BYTES);
         if (wrong == NO_MAP) bulk_load(a, &none.a, barriers, 0, 0, 0, 0);
-        bulk_load(a, &maps.a, barriers, 0, 0, wrong == NO_SUCH_HEAD ? 7 : 0, 0);  // a
+        bulk_load(a, &maps.a, barriers, wrong == ODD_COLUMN ? 4 : 0, 0, wrong == NO_SUCH_HEAD ? 7 : 0, 0);  // a
         const int skew = wrong == ODD_DESTINATION ? 512 : wrong == PAST_THE_END ? 5 * N_KEYS * ROW_BYTES : 0;
         if (wrong == COPIED_OVER) bulk_load(smem + MISUSED_BYTES, &maps.b, barriers, 0, 0, 0, 0);
         bulk_load(b + skew, &maps.b, barriers, 0, 0, 0, 0);  // b

@@ -38,8 +38,6 @@ PyObject* hang(PyObject*, PyObject* const*, Py_ssize_t) {
   return PyLong_FromLong(0);
 }
 
-PyObject* aborts(PyObject*, PyObject* const*, Py_ssize_t) { std::abort(); }
-
 PyObject* exits(PyObject*, PyObject* const*, Py_ssize_t) { std::_Exit(3); }
 
 PyObject* killed(PyObject*, PyObject* const*, Py_ssize_t) {
@@ -87,7 +85,6 @@ PyObject* info(PyObject*, PyObject*) { return PyDict_New(); }
 
 MODULE(segfault)
 MODULE(hang)
-MODULE(aborts)
 MODULE(exits)
 MODULE(killed)
 MODULE(out_of_memory)

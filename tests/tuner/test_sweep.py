@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from tilewright.generator.errors import InvalidInput, Outcome
 from tilewright.generator.render import Rendered, render
 from tilewright.generator.space import default_variant, legal_variants
 from tilewright.generator.variant import Kernel, VariantSpec
+from tilewright.tuner.crew import Crew, Job, Step
 from tilewright.tuner.devices import TuningTarget, resolve_target
 from tilewright.tuner.measured import Measured
 from tilewright.tuner.sweep import SLOW, SweepResult, SweepSettings, record_path, sweep
@@ -20,7 +23,7 @@ from tilewright.tuner.sweep_record import RecordWriter, SweepLine, read_record
 from tilewright.tuner.worker import Worker
 from tilewright.tuner.workloads import WorkloadRow
 
-pytestmark = pytest.mark.early
+pytestmark = [pytest.mark.early, pytest.mark.usefixtures("lasting_workers")]
 
 # A head_dim that other tests do not use: some count on kernels that were never built.
 ROW = WorkloadRow("S1 small: causal", "float32", 48, 2, 64, mask="causal()")
@@ -42,7 +45,7 @@ def run(
         if line is not None:
             added.append(line)
 
-    return list(sweep(rows, target, out, SweepSettings(limit=limit, **settings), progress)), added  # type: ignore[arg-type]
+    return list(sweep(rows, target, out, SweepSettings(limit=limit, jobs=1, **settings), progress)), added  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +186,7 @@ def test_rows_that_would_share_a_file_are_refused(target: TuningTarget, tmp_path
 def test_a_gpu_sweep_takes_builds_as_they_come(
     target: TuningTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path that a GPU takes, on this device: the first variant is timed before the last one is built."""
+    """The path that a GPU takes, on this device: the first variant goes to be timed before the last one is built."""
     problem, built = ROW.problem("cpu"), list[VariantSpec]()
     monkeypatch.setattr(WorkloadRow, "problem", lambda self, arch: problem)
     submit = BuildPool.submit
@@ -195,18 +198,18 @@ def test_a_gpu_sweep_takes_builds_as_they_come(
 
     monkeypatch.setattr(BuildPool, "submit", watching)
     ahead: list[int] = []
-    survey = Worker.survey
+    measure = Crew.measure
 
-    def counting(self: Worker, kernel: Kernel, artifact: Path, limit_us: float | None, timeout_s: float) -> Measured:
+    def counting(self: Crew, jobs: Sequence[Job], **how: Any) -> Iterator[Step]:
         ahead.append(len(built))
-        return survey(self, kernel, artifact, limit_us, timeout_s)
+        return measure(self, jobs, **how)
 
-    monkeypatch.setattr(Worker, "survey", counting)
+    monkeypatch.setattr(Crew, "measure", counting)
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     streaming = TuningTarget("streaming", ("cpu",), target.environment)
-    ((result,), _) = run(streaming, tmp_path / "out", limit=6, jobs=1)
+    ((result,), _) = run(streaming, tmp_path / "out", limit=3)
     assert result.complete
-    assert ahead[0] < 6
+    assert ahead[0] < 3
     assert sorted(built, key=str) == sorted((line.spec for line in result.lines), key=str)
 
 

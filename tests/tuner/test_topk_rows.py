@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -174,21 +175,23 @@ def built() -> dict[str, tuple[Kernel, Path]]:
 
 
 @pytest.mark.parametrize("row", [CHOOSE, ATTEND], ids=lambda row: row.operation)
-def test_a_worker_measures_both_stages(row: WorkloadRow, built: dict[str, tuple[Kernel, Path]]) -> None:
+def test_a_worker_measures_both_stages(
+    row: WorkloadRow, built: dict[str, tuple[Kernel, Path]], session_worker: Callable[[str], Worker]
+) -> None:
     kernel, artifact = built[row.operation]
-    with Worker("cpu") as worker:
-        worker.prepare(row)
-        measured = worker.measure(kernel, artifact)
-        assert measured.outcome is Outcome.OK, measured.message
-        assert measured.time_us is not None
-        assert measured.time_us > 0
-        assert "tuned shape" in measured.message
-        surveyed = worker.survey(kernel, artifact, limit_us=1e-3)
-        assert surveyed.stopped_early
-        assert worker.verify(kernel, artifact).ok
-        assert worker.verify_at_shape(kernel, artifact).ok
-        (times,) = worker.compare([(kernel, artifact)], 3)
-        assert len(times) == 3
-        baseline = fairest_baseline(row.problem("cpu"), worker.baselines())
-        assert baseline is not None
-        assert baseline[0] in ("torch_topk", "sdpa_masked")
+    worker = session_worker("cpu")
+    worker.prepare(row)
+    measured = worker.measure(kernel, artifact)
+    assert measured.outcome is Outcome.OK, measured.message
+    assert measured.time_us is not None
+    assert measured.time_us > 0
+    assert "tuned shape" in measured.message
+    surveyed = worker.survey(kernel, artifact, limit_us=1e-3)
+    assert surveyed.stopped_early
+    assert worker.verify(kernel, artifact).ok
+    assert worker.verify_at_shape(kernel, artifact).ok
+    (times,) = worker.compare([(kernel, artifact)], 3)
+    assert len(times) == 3
+    baseline = fairest_baseline(row.problem("cpu"), worker.baselines())
+    assert baseline is not None
+    assert baseline[0] in ("torch_topk", "sdpa_masked")

@@ -30,7 +30,7 @@ from tilewright.tuner.search_model import GaussianSearch
 from tilewright.tuner.tune import TuneSettings, tune
 from tilewright.tuner.workloads import WorkloadRow
 
-pytestmark = pytest.mark.early
+pytestmark = [pytest.mark.early, pytest.mark.usefixtures("lasting_workers")]
 
 ROW = WorkloadRow("small", "float32", 16, 2, 64, mask="sliding_window(4, 4) | global_stride(16)")
 
@@ -81,7 +81,7 @@ class Recorder(Listener):
 
 
 def run(store: Store, target: TuningTarget, listener: Listener | None = None, row: WorkloadRow = ROW) -> TuneReport:
-    return tune([row], target, store, TuneSettings(effort="quick"), listener)
+    return tune([row], target, store, TuneSettings(effort="quick", jobs=1), listener)
 
 
 def searched(store: Store) -> list[Measurement]:
@@ -133,7 +133,7 @@ class Interrupting(Recorder):
 
 def test_ctrl_c_keeps_what_was_measured(store: Store, target: TuningTarget) -> None:
     other = WorkloadRow("later", "float32", 16, 2, 64)
-    report = tune([ROW, other], target, store, TuneSettings(effort="quick"), Interrupting())
+    report = tune([ROW, other], target, store, TuneSettings(effort="quick", jobs=1), Interrupting())
     assert report.interrupted
     assert [r.status for r in report.results] == [Status.UNREACHED, Status.UNREACHED]
     assert [r.row for r in report.results] == [ROW, other]

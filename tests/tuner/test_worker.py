@@ -20,6 +20,7 @@ from tilewright.generator.errors import LaunchFailed, Outcome, TimedOut
 from tilewright.generator.space import default_variant
 from tilewright.generator.toolchain import cxx_compiler
 from tilewright.generator.variant import Kernel, kernel_of
+from tilewright.tuner.crew import Crew
 from tilewright.tuner.worker import Worker, WorkerLost
 from tilewright.tuner.workloads import WorkloadRow
 
@@ -113,14 +114,12 @@ def test_a_survey_checks_as_much_and_lets_the_slow_be(
     assert slow.time_us == min(slow.times_us)
     assert slow.message == "16 cases within bounds; too slow to repeat"
     assert worker.survey(kernel, faulty["writes_zeros"]).outcome is Outcome.WRONG
-    assert worker.survey(kernel, faulty["segfault"]).outcome is Outcome.ILLEGAL
 
 
 @pytest.mark.parametrize(
     ("fault", "outcome", "message"),
     [
         ("segfault", Outcome.ILLEGAL, "SIGSEGV"),
-        ("aborts", Outcome.ILLEGAL, "SIGABRT"),
         ("exits", Outcome.ILLEGAL, "exit code 3"),
         ("killed", Outcome.MEMORY, "SIGKILL"),
         ("hang", Outcome.TIMEOUT, "no answer within"),
@@ -144,7 +143,7 @@ def test_a_misbehaving_kernel_is_an_outcome_and_the_next_one_works(
     worker.measure(kernel, good)
     before = worker.pid
     assert before is not None
-    measured = worker.measure(kernel, faulty[fault], timeout_s=3.0 if fault == "hang" else 60.0)
+    measured = worker.measure(kernel, faulty[fault], timeout_s=1.0 if fault == "hang" else 60.0)
     assert measured.outcome is outcome, measured.message
     assert message in measured.message
     assert measured.time_us is None
@@ -172,7 +171,7 @@ def test_kernels_are_compared_in_turn(worker: Worker, kernel: Kernel, good: Path
 
 def test_a_hang_among_finalists_says_so(worker: Worker, kernel: Kernel, good: Path, faulty: dict[str, Path]) -> None:
     with pytest.raises(TimedOut, match="no answer within"):
-        worker.compare([(kernel, good), (kernel, faulty["hang"])], rounds=2, timeout_s=3.0)
+        worker.compare([(kernel, good), (kernel, faulty["hang"])], rounds=2, timeout_s=1.0)
     assert len(worker.compare([(kernel, good)], rounds=2)[0]) == 2
 
 
@@ -195,14 +194,13 @@ def test_pytorch_is_timed_beside(worker: Worker) -> None:
     assert min(times.values()) > 0
 
 
-def test_rows_change_and_causal_rows_have_a_baseline_more(kernel: Kernel, good: Path) -> None:
-    with Worker("cpu") as worker:
-        worker.prepare(WorkloadRow("causal", "float32", 32, 2, 64, mask="causal()"))
-        assert set(worker.baselines()) == {"sdpa_dense", "sdpa_causal", "sdpa_masked"}
-        worker.prepare(WorkloadRow("dense", "float32", 32, 2, 64))
-        assert set(worker.baselines()) == {"sdpa_dense"}
-        worker.prepare(ROW)
-        assert worker.measure(kernel, good).outcome is Outcome.OK
+def test_rows_change_and_causal_rows_have_a_baseline_more(worker: Worker, kernel: Kernel, good: Path) -> None:
+    worker.prepare(WorkloadRow("causal", "float32", 32, 2, 64, mask="causal()"))
+    assert set(worker.baselines()) == {"sdpa_dense", "sdpa_causal", "sdpa_masked"}
+    worker.prepare(WorkloadRow("dense", "float32", 32, 2, 64))
+    assert set(worker.baselines()) == {"sdpa_dense"}
+    worker.prepare(ROW)
+    assert worker.measure(kernel, good).outcome is Outcome.OK
 
 
 def test_a_worker_killed_from_outside_is_replaced(worker: Worker, kernel: Kernel, good: Path) -> None:
@@ -223,44 +221,44 @@ def test_nothing_can_be_measured_without_a_row_or_a_device(kernel: Kernel, good:
         worker.prepare(ROW)
 
 
-def test_closing_leaves_no_process(kernel: Kernel, good: Path) -> None:
-    worker = Worker("cpu")
-    worker.prepare(ROW)
-    pid = worker.pid
+def test_the_end_of_a_crew_leaves_no_process(worker: Worker) -> None:
+    crew = Crew(["cpu"])
+    crew._workers["cpu"] = worker
+    crew.take_up(ROW)
+    with crew.lead() as leading:
+        pid = leading.pid
+    assert leading is worker
     assert pid is not None
     assert os.getpgid(pid) == pid
-    worker.close()
+    crew.close()
     assert not is_alive(pid)
     assert worker.pid is None
 
 
-ORPHAN = """
+ORPHANS = """
 import json, sys
 from pathlib import Path
 from tilewright.generator.variant import Kernel
 from tilewright.tuner.worker import Worker
 from tilewright.tuner.workloads import WorkloadRow
-worker = Worker("cpu")
-worker.prepare(WorkloadRow(**json.loads(sys.argv[1])))
-print(worker.pid, flush=True)
-if len(sys.argv) > 3:
-    worker.measure(Kernel.from_dict(json.loads(sys.argv[2])), Path(sys.argv[3]), timeout_s=2.0)
-sys.stdin.read()
+idle, busy = Worker("cpu"), Worker("cpu")
+for worker in (idle, busy):
+    worker.prepare(WorkloadRow(**json.loads(sys.argv[1])))
+print(idle.pid, busy.pid, flush=True)
+busy.measure(Kernel.from_dict(json.loads(sys.argv[2])), Path(sys.argv[3]), timeout_s=2.0)
 """
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a kernel that never returns"])
-def test_a_worker_outlives_its_parent_only_briefly(busy: bool, kernel: Kernel, faulty: dict[str, Path]) -> None:
+def test_workers_outlive_their_parent_only_briefly(kernel: Kernel, faulty: dict[str, Path]) -> None:
+    """One that waits for a request, and one in a kernel that never returns."""
     row = {"name": "small", "dtype": "float32", "head_dim": 32, "num_heads": 2, "seqlen_q": 300, "mask": ROW.mask}
-    arguments = [json.dumps(row), json.dumps(kernel.to_dict()), *([str(faulty["hang"])] if busy else [])]
+    arguments = [json.dumps(row), json.dumps(kernel.to_dict()), str(faulty["hang"])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", ORPHAN, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANS, *arguments], stdout=subprocess.PIPE, env=environment)
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    time.sleep(0.5 if busy else 0.0)
-    assert is_alive(pid)
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    time.sleep(0.5)
+    assert [is_alive(pid) for pid in workers] == [True, True]
     parent.kill()
     parent.wait()
-    assert wait_until_gone(pid, 60)
+    assert all(wait_until_gone(pid, 60) for pid in workers)

@@ -1,0 +1,84 @@
+"""The key-major family of chosen blocks on wgmma: defaults, what it refuses, kernels that spill nothing."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tilewright.generator.family import family_named
+from tilewright.generator.legality import legality
+from tilewright.generator.problem import Problem
+from tilewright.generator.resources import compile_report
+from tilewright.generator.space import family_default, legal_variants, unable_reason
+from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
+from tilewright.runtime.selection import SELECTED_ATTENTION, Selection
+
+FAMILY = family_named("selected_wgmma")
+
+
+def problem(
+    arch: str = "sm_90a", dtype: str = "bfloat16", head_dim: int = 64, *, block_size: int = 64, causal: bool = False
+) -> Problem:
+    return Selection(block_size, 16, 8, 1, causal).problem(
+        SELECTED_ATTENTION,
+        dtype=dtype,
+        head_dim=head_dim,
+        batch=1,
+        num_heads=8,
+        num_kv_heads=8,
+        seqlen_q=32768,
+        seqlen_kv=32768,
+        target=arch,
+    )
+
+
+def variant(block_m: int = 64, block_n: int = 64, num_stages: int = 2, resident: int = 3) -> VariantSpec:
+    values = {"mask_form": "selected", "block_m": block_m, "block_n": block_n, "num_stages": num_stages}
+    rest = {"blocks_per_sm": resident, "merge_warps": 2, "rows_a_block": 112}
+    return VariantSpec.from_values(FAMILY.name, {**values, **rest})
+
+
+def test_head_dims_of_whole_boxes_and_blocks_of_a_tile_have_a_default() -> None:
+    for dtype, head_dim, block_size in itertools.product(FAMILY.dtypes, (64, 96, 128, 192, 256), (1, 16, 64, 128)):
+        found = family_default(problem("sm_90a", dtype, head_dim, block_size=block_size), FAMILY)
+        fits = head_dim <= 128 or block_size <= 64  # of larger tiles a multiprocessor has no room for two stages
+        assert (found is not None) == fits, (dtype, head_dim, block_size)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+def test_other_architectures_have_none(arch: str) -> None:
+    assert family_default(problem(arch), FAMILY) is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int) -> None:
+    assert 0 < len(legal_variants(problem(head_dim=head_dim), [FAMILY])) < 100
+
+
+def test_blocks_larger_than_a_tile_are_refused() -> None:
+    assert "holds a whole block; blocks have 100" in (unable_reason(problem(block_size=100), variant()) or "")
+    assert family_default(problem(block_size=256), FAMILY) is None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "spec", "reason"),
+    [
+        (32, variant(), "a box of the copy engine is 64 columns"),
+        (256, variant(resident=3), "do not fit a multiprocessor"),
+        (64, variant(128, resident=3), "registers a thread"),
+    ],
+)
+def test_the_reason_is_given(head_dim: int, spec: VariantSpec, reason: str) -> None:
+    kernel = Kernel(SELECTED_ATTENTION, "float16", head_dim, (), spec, "sm_90a")
+    assert reason in (legality(kernel) or "")
+
+
+@pytest.mark.nvcc
+def test_a_default_spills_nothing(tmp_path: Path) -> None:
+    asked = problem("sm_90a", "float16", 128, causal=True)
+    spec = family_default(asked, FAMILY)
+    assert spec is not None
+    report = compile_report(kernel_of(asked, spec), tmp_path)
+    assert (report.spill_store_bytes, report.spill_load_bytes) == (0, 0)
