@@ -29,6 +29,8 @@ class Family:
     `space.problem_names`).
     worth_rules: the same of what runs such a problem right and never pays: neither tried nor a default for it.
     cost: expression; variants are tried from the smallest. complexity: expression; between equals the smallest wins.
+    proven: whether its defaults ran right through every case on a GPU of the project. Else they run nowhere untuned,
+    and the tuner, which verifies on the spot what it measures, may choose it.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Family:
     complexity: str
     problem_rules: tuple[tuple[str, str], ...] = ()
     worth_rules: tuple[tuple[str, str], ...] = ()
+    proven: bool = True
 
 
 def _read(name: str, text: str) -> Family:
@@ -70,6 +73,7 @@ def _read(name: str, text: str) -> Family:
             complexity=data["complexity"],
             problem_rules=tuple((rule["require"], rule["reason"]) for rule in data.get("problem_rules", [])),
             worth_rules=tuple((rule["require"], rule["reason"]) for rule in data.get("worth_rules", [])),
+            proven=data.get("proven", True),
         )
     except tomllib.TOMLDecodeError as error:
         raise InvalidInput(f"{where} is not TOML: {error}") from error
@@ -77,6 +81,8 @@ def _read(name: str, text: str) -> Family:
         raise InvalidInput(f"{where} lacks {error}") from error
     if family.language not in ("cpp", "cuda"):
         raise InvalidInput(f"{where}: language must be cpp or cuda, got {family.language}")
+    if not isinstance(family.proven, bool):
+        raise InvalidInput(f"{where}: proven must be true or false, got {family.proven!r}")
     if family.purpose not in ("main", "ladder"):
         raise InvalidInput(f"{where}: purpose must be main or ladder, got {family.purpose}")
     unknown = [form for form in family.mask_forms if form not in MASK_FORMS]

@@ -184,11 +184,11 @@ def form_defaults(problem: Problem, family: Family, form: str) -> Iterator[Varia
 
 
 def default_variant(problem: Problem) -> VariantSpec:
-    """What runs `problem` when nothing was tuned: the most preferred family's default that is legal.
+    """What runs `problem` when nothing was tuned: the most preferred proven family's default that is legal.
 
     Raises `IllegalVariant` when no family has one; the message carries each family's reason.
     """
-    families = families_for(problem.operation, arch_named(problem.target))
+    families = [family for family in families_for(problem.operation, arch_named(problem.target)) if family.proven]
     for family in families:
         spec = family_default(problem, family)
         if spec is not None:

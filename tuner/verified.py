@@ -61,12 +61,12 @@ class Verdict:
 def kernels_to_verify(arch: Arch) -> list[Kernel]:
     """The kernels that must have run right on an architecture before they ship, each once.
 
-    Every family's default for the common classes of masks, each mask form of it, and the winners that ship.
+    Every proven family's default for the common classes of masks, each mask form of it, and the winners that ship.
     """
     found: dict[Kernel, None] = {}
     for operation in all_operations():
         for family in all_families().values():
-            if family.operation == operation.name and family.instructions in arch.instructions:
+            if family.proven and family.operation == operation.name and family.instructions in arch.instructions:
                 found.update(dict.fromkeys(_kernels_of(family, operation, arch)))
     for winner in shipped_winners():
         if winner.problem.target == arch.name and problem_reason(winner.problem, winner.spec) is None:

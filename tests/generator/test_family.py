@@ -13,7 +13,7 @@ import pytest
 from tilewright.generator import family as family_module
 from tilewright.generator import render as render_module
 from tilewright.generator.build import build
-from tilewright.generator.errors import InvalidInput
+from tilewright.generator.errors import IllegalVariant, InvalidInput
 from tilewright.generator.family import all_families, family_named
 from tilewright.generator.problem import MaskClass, Problem
 from tilewright.generator.render import render
@@ -138,6 +138,7 @@ def test_it_is_right(plain: Path, form: str) -> None:
         ('"gather", "analytic"', '"gather", "diagonal"', "mask_forms must be among analytic, .*; got diagonal"),
         ('language = "cpp"', 'language = "fortran"', "language must be cpp or cuda, got fortran"),
         ('purpose = "main"', 'purpose = "demo"', "purpose must be main or ladder, got demo"),
+        ('purpose = "main"', 'purpose = "main"\nproven = "soon"', "proven must be true or false, got 'soon'"),
         ("block_n = [32, 64, 128]", "", "axes lacks block_n"),
         (
             '{ block_m = 32, block_n = 64, threading = "dynamic" }',
@@ -145,7 +146,16 @@ def test_it_is_right(plain: Path, form: str) -> None:
             "every entry of defaults must give block_m, block_n, threading; got",
         ),
     ],
-    ids=["not TOML", "missing key", "mask form", "language", "purpose", "shared axis", "default lacks an axis"],
+    ids=[
+        "not TOML",
+        "missing key",
+        "mask form",
+        "language",
+        "purpose",
+        "proven",
+        "shared axis",
+        "default lacks an axis",
+    ],
 )
 def test_a_wrong_space_is_refused_in_words(plain: Path, old: str, new: str, told: str) -> None:
     text = documented("toml")
@@ -153,6 +163,15 @@ def test_a_wrong_space_is_refused_in_words(plain: Path, old: str, new: str, told
     (plain / "space.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(InvalidInput, match=told):
         all_families()
+
+
+def test_a_family_that_is_not_proven_is_tried_and_is_nobodys_default(plain: Path) -> None:
+    text = documented("toml").replace('purpose = "main"', 'purpose = "main"\nproven = false', 1)
+    (plain / "space.toml").write_text(text, encoding="utf-8")
+    assert len(legal_variants(problem())) == 18 * 4
+    assert family_default(problem(), family_named("forward_plain")) is not None
+    with pytest.raises(IllegalVariant, match="no kernel family can run"):
+        default_variant(problem())
 
 
 @pytest.mark.parametrize(
