@@ -34,7 +34,7 @@ TIMEOUT_S = 120.0
 """For all cases of one kernel, which take about a second; under AddressSanitizer a few."""
 
 KERNELS_A_PROCESS = 30
-"""Libraries stay loaded, each with its stacks in hundreds of mappings, of blocks that run all at once in thousands; Linux
+"""Libraries stay loaded, each with its stacks in hundreds of mappings, in thousands where blocks run all at once; Linux
 allows a process 65530."""
 
 
