@@ -1,4 +1,7 @@
-"""Small hand-written modules to compile, and compilers that are slow or count what they do."""
+"""Small hand-written modules to compile, and compilers that are slow or count what they do.
+
+It also lets the tests import what lies beside them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +19,8 @@ import pytest
 
 from tilewright.generator.render import Rendered
 from tilewright.generator.variant import Kernel, VariantSpec
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 CPP = r"""
 #include <Python.h>

@@ -6,32 +6,16 @@ import itertools
 from pathlib import Path
 
 import pytest
+from topk_problems import attending_problem as problem
 
 from tilewright.generator.family import family_named
 from tilewright.generator.legality import legality
-from tilewright.generator.problem import Problem
 from tilewright.generator.resources import compile_report
 from tilewright.generator.space import family_default, legal_variants, unable_reason
 from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
-from tilewright.runtime.selection import SELECTED_ATTENTION, Selection
+from tilewright.runtime.selection import SELECTED_ATTENTION
 
 FAMILY = family_named("selected_wgmma")
-
-
-def problem(
-    arch: str = "sm_90a", dtype: str = "bfloat16", head_dim: int = 64, *, block_size: int = 64, causal: bool = False
-) -> Problem:
-    return Selection(block_size, 16, 8, 1, causal).problem(
-        SELECTED_ATTENTION,
-        dtype=dtype,
-        head_dim=head_dim,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8,
-        seqlen_q=32768,
-        seqlen_kv=32768,
-        target=arch,
-    )
 
 
 def variant(block_m: int = 64, block_n: int = 64, num_stages: int = 2, resident: int = 3) -> VariantSpec:
