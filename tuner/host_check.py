@@ -33,8 +33,9 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 128, 256)
 TIMEOUT_S = 120.0
 """For all cases of one kernel, which take about a second; under AddressSanitizer a few."""
 
-KERNELS_A_PROCESS = 60
-"""Libraries stay loaded, each with its stacks in hundreds of mappings; Linux allows a process 65530."""
+KERNELS_A_PROCESS = 30
+"""Libraries stay loaded, each with its stacks in hundreds of mappings, of blocks that run all at once in thousands; Linux
+allows a process 65530."""
 
 
 @dataclass(frozen=True, slots=True)

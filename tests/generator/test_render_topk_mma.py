@@ -1,4 +1,4 @@
-"""The family that chooses blocks on tensor cores: defaults, reasons, what is compiled in, no spills."""
+"""The family that chooses blocks in two passes: defaults, reasons, what is compiled in, no spills."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ def problem(
     )
 
 
-def variant(block_m: int = 64, num_warps: int = 4, capacity: int = 64, **changes: int) -> VariantSpec:
+def variant(block_m: int = 64, num_warps: int = 4, capacity: int = 56, **changes: int) -> VariantSpec:
     values = {
         "block_m": block_m,
         "num_warps": num_warps,
         "capacity": capacity,
         "block_n": 64,
         "num_stages": 2,
-        "passes": 2,
     }
     return VariantSpec.from_values(FAMILY.name, {"mask_form": "selected", **values, **changes})
 
@@ -101,6 +100,7 @@ def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int, top: i
         ("sm_90a", 64, variant(128, 1), "a warp owns 16 or 32 rows"),
         ("sm_90a", 64, variant(num_stages=3), "a third pays for tiles of 32 at most"),
         ("sm_89", 64, variant(128, 8, 128), "bytes of shared memory a block"),
+        ("sm_90a", 256, variant(), "pass through its buffers"),
         ("sm_75", 64, variant(), "no mma instructions"),
     ],
 )
@@ -111,8 +111,10 @@ def test_the_reason_is_given(arch: str, head_dim: int, spec: VariantSpec, reason
 @pytest.mark.parametrize(
     ("asked", "spec", "able", "reason"),
     [
-        (problem(top=49), variant(), False, "cannot hold the best 49 and 16 new ones"),
-        (problem(top=25), variant(), True, "are full soon"),
+        (problem(top=17), variant(), False, "cannot hold the best 17 and a step's 32"),
+        (problem(top=73), variant(128), False, "cannot hold the best 73 and a step's 32"),
+        (problem(top=72), variant(128), True, ""),
+        (problem(), variant(32, 2), True, "leave room for 4 warps"),
         (problem(top=5), variant(capacity=128), True, "need less"),
         (problem(), variant(), True, ""),
     ],
@@ -130,9 +132,9 @@ def test_causal_is_compiled_in() -> None:
         assert f"constexpr bool CAUSAL = {str(causal).lower()};" in source
 
 
-# The oldest architecture, 16 and 32 rows a warp, one pass and two, buffers that registers cannot hold.
+# The oldest architecture, 16 and 32 rows a warp, buffers that registers cannot hold.
 SAMPLE = [
-    kernel("sm_80", "float16", 48, variant(128, 4, block_n=32, num_stages=3, passes=1)),
+    kernel("sm_80", "float16", 48, variant(128, 4, block_n=32, num_stages=3)),
     kernel("sm_90a", "float16", 64, variant(16, 1, 512, block_n=32)),
 ]
 
