@@ -117,7 +117,10 @@ SELECTED_ARGUMENTS: tuple[Argument, ...] = (
     *_arguments("pointer", "[batch, num_heads, seqlen_q, head_dim]", "out"),
     *_arguments("pointer", "[batch, num_heads, seqlen_q] float, contiguous", "lse"),
     *_arguments("pointer", "[batch, num_choosers, num_groups, list_width] int32; past a count anything", "indices"),
-    *_arguments("pointer", "[batch, num_choosers, num_groups] int32", "counts"),
+    *_arguments("pointer", "[batch, num_choosers, num_groups] int32, list_width at most", "counts"),
+    *_arguments(
+        "pointer", "[num_choosers] int32 on the host: most entries of each one's lists; null: list_width", "budgets"
+    ),
     *_arguments("pointer", "scratch of workspace_bytes, at a multiple of 256 bytes", "workspace"),
     *_CHOICE_ARGUMENTS,
     *_arguments("int64", "strides in elements: batch, head, token", "q_stride_b q_stride_h q_stride_n"),

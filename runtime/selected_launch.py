@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -84,12 +85,15 @@ def run_selected(
     scale: float,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    *,
+    budgets: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Attention of [B, Hq, Nq, D] over the chosen blocks of [B, Hkv, Nkv, D], any strides with the last one 1.
 
     indices, counts: contiguous int32 as `run_select` returns them; before the count each entry is a different block,
-    past it anything. Returns `out` [B, Hq, Nq, D] in query's dtype and `lse` [B, Hq, Nq] float32, which may be given.
-    Raises `LaunchFailed`, `OutOfMemory` or `IllegalAccess`.
+    past it anything. budgets: of each chooser, which no count of it exceeds, where they are known and differ: kernels
+    then cut up the work more evenly. Returns `out` [B, Hq, Nq, D] in query's dtype and `lse` [B, Hq, Nq] float32, which
+    may be given. Raises `LaunchFailed`, `OutOfMemory` or `IllegalAccess`.
     """
     batch, num_heads, seqlen_q, _ = query.shape
     if out is None:
@@ -99,11 +103,12 @@ def run_selected(
     if out.numel() == 0:
         return out, lse
     written, natural = out, lse
+    most = (ctypes.c_int32 * len(budgets))(*budgets)  # lives until the launch is done, which alone reads it
 
     def values(workspace: int) -> tuple[int | float, ...]:
         return (
             *(query.data_ptr(), key.data_ptr(), value.data_ptr(), written.data_ptr(), natural.data_ptr()),
-            *(indices.data_ptr(), counts.data_ptr(), workspace),
+            *(indices.data_ptr(), counts.data_ptr(), ctypes.addressof(most) if budgets else 0, workspace),
             *_choice(query, key, selection),
             *query.stride()[:3],
             *key.stride()[:3],

@@ -184,7 +184,7 @@ def selected_attention(
     lists = clean_lists(indices, counts, selection.num_blocks(key.shape[2]))
     if needs_operator(query, key, value):
         numbers = (selection.block_size, query_group_of(select), selection.causal, softmax_scale)
-        out, lse = torch.ops.tilewright.selected_attention(query, key, value, *lists, *numbers)
+        out, lse = torch.ops.tilewright.selected_attention(query, key, value, *lists, *numbers, ())
     else:
         out, lse = attend_chosen(query, key, value, *lists, selection, softmax_scale)
     return (out, lse) if return_lse else out

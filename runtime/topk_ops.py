@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from tilewright.runtime.selection import Selection
 from tilewright.runtime.topk_call import Choosing, Settled
 from tilewright.runtime.topk_fallback import attend_backward
 from tilewright.runtime.topk_ranking import choose_covering
-from tilewright.runtime.topk_stages import attend_chosen, choose_blocks
+from tilewright.runtime.topk_stages import attend_chosen, choose_blocks, different
 
 _torch_library: Any = torch.library  # its functions carry no types
 
@@ -37,9 +38,11 @@ def attend(
     """Stage 2 over what `choose` returned: `out` and `lse`."""
     if needs_operator(query, key, value):
         numbers = (call.choosing.block_size, call.choosing.query_group, call.choosing.causal, scale)
-        out, lse = torch.ops.tilewright.selected_attention(query, key, value, indices, counts, *numbers)
+        lists = (indices, counts, *numbers, different(call.budgets))
+        out, lse = torch.ops.tilewright.selected_attention(query, key, value, *lists)
         return out, lse
-    return attend_chosen(query, key, value, indices, counts, listed(call, indices), scale)
+    budgets = different(call.budgets)
+    return attend_chosen(query, key, value, indices, counts, listed(call, indices), scale, budgets)
 
 
 def listed(call: Settled, indices: Tensor) -> Selection:
@@ -111,9 +114,10 @@ def _selected_attention(
     query_group: int,
     causal: bool,
     scale: float,
+    budgets: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     selection = _selection(query, indices, block_size, query_group, causal)
-    return attend_chosen(query, key, value, indices.contiguous(), counts.contiguous(), selection, scale)
+    return attend_chosen(query, key, value, indices.contiguous(), counts.contiguous(), selection, scale, budgets)
 
 
 def _selected_attention_fake(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -146,7 +150,7 @@ def _selected_attention_backward_fake(
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:5])
-    ctx.numbers = inputs[5:]
+    ctx.numbers = inputs[5:-1]  # budgets say nothing that the lists do not
 
 
 def _gradients(ctx: Any, out_gradient: Tensor, lse_gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -154,7 +158,7 @@ def _gradients(ctx: Any, out_gradient: Tensor, lse_gradient: Tensor) -> tuple[Te
     gradients = torch.ops.tilewright.selected_attention_backward(
         out_gradient, lse_gradient, *ctx.saved_tensors, *ctx.numbers
     )
-    return (*gradients, *(None,) * (2 + len(ctx.numbers)))
+    return (*gradients, *(None,) * (3 + len(ctx.numbers)))
 
 
 def define_topk_operators(library: Any) -> None:
@@ -170,7 +174,8 @@ def define_topk_operators(library: Any) -> None:
             _select_blocks_fake,
         ),
         (
-            f"selected_attention(Tensor query, Tensor key, Tensor value, {_LISTS}) -> (Tensor out, Tensor lse)",
+            f"selected_attention(Tensor query, Tensor key, Tensor value, {_LISTS}, int[] budgets) -> "
+            "(Tensor out, Tensor lse)",
             _selected_attention,
             _selected_attention_fake,
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,11 @@ def budgets_on(device: torch.device, budgets: tuple[int, ...]) -> Tensor:
     return found
 
 
+def different(budgets: tuple[int, ...]) -> tuple[int, ...]:
+    """What stage 2 is told of budgets: nothing where all are as wide as the lists."""
+    return budgets if len(set(budgets)) > 1 else ()
+
+
 def choose_blocks(query: Tensor, key: Tensor, budgets: tuple[int, ...], selection: Selection) -> tuple[Tensor, Tensor]:
     """Stage 1 of a checked call: `indices` and `counts` as `run_select` returns them."""
     check_strides(query, key, key)
@@ -52,15 +59,25 @@ def choose_blocks(query: Tensor, key: Tensor, budgets: tuple[int, ...], selectio
 
 
 def attend_chosen(
-    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, counts: Tensor, selection: Selection, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    selection: Selection,
+    scale: float,
+    budgets: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Stage 2 of a checked call, of lists that kernels may read: `out` and `lse` as `run_selected` returns them."""
+    """Stage 2 of a checked call, of lists that kernels may read: `out` and `lse` as `run_selected` returns them.
+
+    budgets: of each chooser, where they are known and differ.
+    """
     check_strides(query, key, value)
     if key.shape[2] == 0 or query.numel() == 0 or selection.list_width == 0:
         return topk_fallback.attend(query, key, value, indices, counts, selection, scale)
     stage = DISPATCHER.stage(SELECTED_ATTENTION, query, key, selection)
     if stage.loaded is not None:
-        return run_selected(stage.loaded, query, key, value, indices, counts, selection, scale)
+        return run_selected(stage.loaded, query, key, value, indices, counts, selection, scale, budgets=budgets)
     masked = prepare_masked(query, key, indices, counts, selection)
     if masked is not None:
         return DISPATCHER.run(masked, query, key, value, scale)

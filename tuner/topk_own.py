@@ -143,7 +143,8 @@ def _stage2_settings(call: TopkCall) -> Iterator[Setting]:
 
     def run() -> Tensor:
         query, key, value = call.query, call.key, call.value
-        return topk_stages.attend_chosen(query, key, value, *lists, call.selection, call.scale)[0]
+        budgets = topk_stages.different(call.budgets)
+        return topk_stages.attend_chosen(query, key, value, *lists, call.selection, call.scale, budgets)[0]
 
     name = f"stage 2 alone: {ANOTHER}, {_stage2_choice(call, lists)}"
     yield Setting(name, lambda: TopkReady(run, 0, lambda: lists))

@@ -197,6 +197,11 @@ class SelectedCase(Prepared):
     def shape(self) -> ChoiceShape:
         return self.made_from
 
+    @property
+    def _budgets(self) -> Sequence[int]:
+        """Told to the kernel where they differ."""
+        return self.shape.budgets(self.selection).tolist() if self.shape.uneven else ()
+
     def fits(self, kernel: Kernel) -> bool:
         return case_fits(self.shape, self.selection, kernel)
 
@@ -208,7 +213,14 @@ class SelectedCase(Prepared):
         query, key, value = views
         indices, counts = (one.view for one in self.inputs.small)
         guarded = GuardedWorkspace(loaded)
-        call = partial(run_selected, guarded, query, key, value, indices, counts, self.selection, self.scale)
+        call = partial(
+            run_selected,
+            guarded,
+            *(query, key, value, indices, counts),
+            self.selection,
+            self.scale,
+            budgets=self._budgets,
+        )
         stats = examine_outputs(call, out, self.expected)
         stats[attention_outputs.OUTSIDE] += guarded.written_beside()
         stats[attention_outputs.CHANGED] = self.inputs.changed(views)
@@ -226,7 +238,8 @@ class SelectedCase(Prepared):
         indices, counts = (one.view for one in self.inputs.small)
         out = place(tuple(query.shape), self.shape.layout, query.dtype, query.device).view
         lse = place(tuple(query.shape[:3]), "packed", torch.float32, query.device).view
-        return run_selected(loaded, query, key, value, indices, counts, self.selection, self.scale, out, lse)
+        lists = (indices, counts, self.selection, self.scale)
+        return run_selected(loaded, query, key, value, *lists, out, lse, budgets=self._budgets)
 
     def difference(self, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Difference:
         return output_difference(self.expected, ours, theirs)

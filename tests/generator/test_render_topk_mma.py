@@ -1,4 +1,4 @@
-"""The families that choose blocks on tensor cores: defaults, reasons, what is compiled in, no spills."""
+"""The family that chooses blocks in two passes: defaults, reasons, what is compiled in, no spills."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.generator.arch import all_archs
-from tilewright.generator.family import Family, family_named
+from tilewright.generator.family import family_named
 from tilewright.generator.legality import legality
 from tilewright.generator.problem import Problem
 from tilewright.generator.render import render
@@ -17,10 +17,7 @@ from tilewright.generator.space import family_default, legal_variants, problem_r
 from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
 from tilewright.runtime.selection import SELECT_BLOCKS, Selection
 
-MMA, THRESHOLD = "select_mma", "select_threshold"
-FAMILIES = [family_named(MMA), family_named(THRESHOLD)]
-COMMON_VALUES = {"block_m": 64, "num_warps": 4, "block_n": 64, "num_stages": 2}
-OWN_VALUES = {MMA: {"capacity": 64, "passes": 2}, THRESHOLD: {"capacity": 56}}
+FAMILY = family_named("select_mma")
 ARCHS = [name for name, arch in all_archs().items() if "mma" in arch.instructions]
 HEAD_DIMS = range(16, 257, 16)
 LONG, SHORT = 32768, 64
@@ -49,64 +46,62 @@ def problem(
     )
 
 
-def variant(family: str, **changes: int) -> VariantSpec:
-    values = {"mask_form": "selected", **COMMON_VALUES, **OWN_VALUES[family], **changes}
-    return VariantSpec.from_values(family, values)
+def variant(block_m: int = 64, num_warps: int = 4, capacity: int = 56, **changes: int) -> VariantSpec:
+    values = {
+        "block_m": block_m,
+        "num_warps": num_warps,
+        "capacity": capacity,
+        "block_n": 64,
+        "num_stages": 2,
+    }
+    return VariantSpec.from_values(FAMILY.name, {"mask_form": "selected", **values, **changes})
 
 
 def kernel(arch: str, dtype: str, head_dim: int, spec: VariantSpec, *, causal: bool = True) -> Kernel:
     return Kernel(SELECT_BLOCKS, dtype, head_dim, ("bound",) if causal else (), spec, arch)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_head_dim_has_a_default_for_lists_of_any_common_length(arch: str, family: Family) -> None:
+def test_every_head_dim_has_a_default_for_lists_of_any_common_length(arch: str) -> None:
     for head_dim, top, seqlen in itertools.product(
         HEAD_DIMS, (1, 8, 16, 20, 25, 32, 48, 64, 100, 128, 200), (SHORT, LONG)
     ):
-        assert family_default(problem(arch, head_dim, top=top, seqlen=seqlen), family) is not None, (
+        assert family_default(problem(arch, head_dim, top=top, seqlen=seqlen), FAMILY) is not None, (
             head_dim,
             top,
             seqlen,
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_sm_75_has_none(family: Family) -> None:
-    assert family_default(problem("sm_75"), family) is None
+def test_sm_75_has_none() -> None:
+    assert family_default(problem("sm_75"), FAMILY) is None
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_each_default_is_that_of_some_call(family: Family) -> None:
+def test_each_default_is_that_of_some_call() -> None:
     used = []
     for arch, head_dim, top, seqlen in itertools.product(
         ("sm_80", "sm_89", "sm_90a"), HEAD_DIMS, (8, 16, 20, 32, 64, 100, 128, 160, 256, 400), (SHORT, 8192, LONG)
     ):
-        spec = family_default(problem(arch, head_dim, top=top, seqlen=seqlen), family)
+        spec = family_default(problem(arch, head_dim, top=top, seqlen=seqlen), FAMILY)
         used.append(spec.values() if spec is not None else {})
-    for entry in family.defaults:
+    for entry in FAMILY.defaults:
         assert {"mask_form": "selected", **entry} in used, entry
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("top", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int, top: int, family: Family) -> None:
-    assert 2 < len(legal_variants(problem(head_dim=head_dim, top=top), [family])) <= 60
+def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int, top: int) -> None:
+    assert 2 < len(legal_variants(problem(head_dim=head_dim, top=top), [FAMILY])) <= 60
 
 
 @pytest.mark.parametrize(
     ("arch", "head_dim", "spec", "reason"),
     [
-        ("sm_90a", 64, variant(MMA, block_m=128, num_warps=1), "a warp owns 16 or 32 rows"),
-        ("sm_90a", 64, variant(THRESHOLD, block_m=128, num_warps=1), "a warp owns 16 or 32 rows"),
-        ("sm_90a", 64, variant(MMA, num_stages=3), "a third pays for tiles of 32 at most"),
-        ("sm_90a", 64, variant(THRESHOLD, num_stages=3), "a third pays for tiles of 32 at most"),
-        ("sm_90a", 256, variant(THRESHOLD), "pass through its buffers"),
-        ("sm_89", 64, variant(MMA, block_m=128, num_warps=8, capacity=128), "bytes of shared memory a block"),
-        ("sm_89", 64, variant(THRESHOLD, block_m=128, num_warps=8, capacity=128), "bytes of shared memory a block"),
-        ("sm_75", 64, variant(MMA), "no mma instructions"),
-        ("sm_75", 64, variant(THRESHOLD), "no mma instructions"),
+        ("sm_90a", 64, variant(128, 1), "a warp owns 16 or 32 rows"),
+        ("sm_90a", 64, variant(num_stages=3), "a third pays for tiles of 32 at most"),
+        ("sm_89", 64, variant(128, 8, 128), "bytes of shared memory a block"),
+        ("sm_90a", 256, variant(), "pass through its buffers"),
+        ("sm_75", 64, variant(), "no mma instructions"),
     ],
 )
 def test_the_reason_is_given(arch: str, head_dim: int, spec: VariantSpec, reason: str) -> None:
@@ -116,16 +111,12 @@ def test_the_reason_is_given(arch: str, head_dim: int, spec: VariantSpec, reason
 @pytest.mark.parametrize(
     ("asked", "spec", "able", "reason"),
     [
-        (problem(top=49), variant(MMA), False, "cannot hold the best 49 and 16 new ones"),
-        (problem(top=25), variant(MMA), True, "are full soon"),
-        (problem(top=5), variant(MMA, capacity=128), True, "need less"),
-        (problem(), variant(MMA), True, ""),
-        (problem(top=17), variant(THRESHOLD), False, "cannot hold the best 17 and a step's 32"),
-        (problem(top=73), variant(THRESHOLD, block_m=128), False, "cannot hold the best 73 and a step's 32"),
-        (problem(top=72), variant(THRESHOLD, block_m=128), True, ""),
-        (problem(), variant(THRESHOLD, block_m=32, num_warps=2), True, "leave room for 4 warps"),
-        (problem(top=5), variant(THRESHOLD, capacity=128), True, "need less"),
-        (problem(), variant(THRESHOLD), True, ""),
+        (problem(top=17), variant(), False, "cannot hold the best 17 and a step's 32"),
+        (problem(top=73), variant(128), False, "cannot hold the best 73 and a step's 32"),
+        (problem(top=72), variant(128), True, ""),
+        (problem(), variant(32, 2), True, "leave room for 4 warps"),
+        (problem(top=5), variant(capacity=128), True, "need less"),
+        (problem(), variant(), True, ""),
     ],
 )
 def test_what_cannot_be_is_told_from_what_does_not_pay(
@@ -135,24 +126,21 @@ def test_what_cannot_be_is_told_from_what_does_not_pay(
     assert reason in (problem_reason(asked, spec) or "")
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_causal_is_compiled_in(family: Family) -> None:
+def test_causal_is_compiled_in() -> None:
     for causal in (False, True):
-        source = render(kernel("sm_90a", "float16", 64, variant(family.name), causal=causal)).sources["kernel.cu"]
+        source = render(kernel("sm_90a", "float16", 64, variant(), causal=causal)).sources["kernel.cu"]
         assert f"constexpr bool CAUSAL = {str(causal).lower()};" in source
 
 
-# The oldest architecture, 16 and 32 rows a warp, one pass and two, buffers that registers cannot hold.
+# The oldest architecture, 16 and 32 rows a warp, buffers that registers cannot hold.
 SAMPLE = [
-    kernel("sm_80", "float16", 48, variant(MMA, block_m=128, block_n=32, num_stages=3, passes=1)),
-    kernel("sm_90a", "float16", 64, variant(MMA, block_m=16, num_warps=1, capacity=512, block_n=32)),
-    kernel("sm_80", "float16", 48, variant(THRESHOLD, block_m=128, block_n=32, num_stages=3)),
-    kernel("sm_90a", "float16", 64, variant(THRESHOLD, block_m=16, num_warps=1, capacity=512, block_n=32)),
+    kernel("sm_80", "float16", 48, variant(128, 4, block_n=32, num_stages=3)),
+    kernel("sm_90a", "float16", 64, variant(16, 1, 512, block_n=32)),
 ]
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("sample", SAMPLE, ids=lambda k: f"{k.spec.family}-{k.arch}-D{k.head_dim}")
+@pytest.mark.parametrize("sample", SAMPLE, ids=lambda k: f"{k.arch}-{k.dtype}-D{k.head_dim}-{k.spec.block_m}")
 def test_a_covering_sample_spills_nothing(sample: Kernel, tmp_path: Path) -> None:
     # That shared memory is what space.toml counts is asserted in the source.
     report = compile_report(sample, tmp_path)
@@ -161,11 +149,10 @@ def test_a_covering_sample_spills_nothing(sample: Kernel, tmp_path: Path) -> Non
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize(("arch", "head_dim"), [("sm_90a", 160)])
-def test_defaults_spill_nothing(arch: str, head_dim: int, family: Family, tmp_path: Path) -> None:
+def test_defaults_spill_nothing(arch: str, head_dim: int, tmp_path: Path) -> None:
     asked = problem(arch, head_dim, causal=True)
-    spec = family_default(asked, family)
+    spec = family_default(asked, FAMILY)
     assert spec is not None
     report = compile_report(kernel_of(asked, spec), tmp_path)
     assert (report.spill_store_bytes, report.spill_load_bytes) == (0, 0)

@@ -165,7 +165,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(torch_ops.select_blocks.default, (query, key, *choosing), test_utils=tests)
     indices, counts = torch_ops.select_blocks(query, key, *choosing)
     lists = (indices, counts, 16, 1, True, 0.25)
-    torch.library.opcheck(torch_ops.selected_attention.default, (query, key, value, *lists), test_utils=tests)
+    torch.library.opcheck(torch_ops.selected_attention.default, (query, key, value, *lists, [3] * 4), test_utils=tests)
     gradients = (torch.randn_like(query), torch.randn(query.shape[:3]))
     torch.library.opcheck(
         torch_ops.selected_attention_backward.default, (*gradients, query, key, value, *lists), test_utils=tests
