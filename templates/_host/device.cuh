@@ -48,6 +48,9 @@ inline unsigned atomic_add_release(unsigned* to, unsigned value, int line = __bu
 inline unsigned load_acquire(const unsigned* from, int line = __builtin_LINE()) {
     return tilewright_host::global_load_acquire(from, line);
 }
+inline unsigned load_relaxed(const unsigned* from, int line = __builtin_LINE()) {
+    return tilewright_host::global_load_relaxed(from, line);
+}
 inline void pause_waiting(int line = __builtin_LINE()) { tilewright_host::pause_thread(line); }
 
 // Barriers.

@@ -67,6 +67,7 @@ void copy_async_wait(int pending);
 int shared_atomic_add(int* to, int value, int line);
 unsigned global_atomic_add(unsigned* to, unsigned value, bool release, int line);
 unsigned global_load_acquire(const unsigned* from, int line);
+unsigned global_load_relaxed(const unsigned* from, int line);
 void pause_thread(int line);
 
 // The rest of CUDA's interface.

@@ -18,17 +18,17 @@ from tilewright.runtime.selection import SELECTED_ATTENTION
 FAMILY = family_named("selected_wgmma")
 
 
-def variant(block_m: int = 64, block_n: int = 64, num_stages: int = 2, resident: int = 3) -> VariantSpec:
-    values = {"mask_form": "selected", "block_m": block_m, "block_n": block_n, "num_stages": num_stages}
-    rest = {"blocks_per_sm": resident, "merge_warps": 2, "rows_a_block": 112}
+def variant(block_n: int = 64, warpgroups: int = 1, num_stages: int = 2, resident: int = 2) -> VariantSpec:
+    values = {"mask_form": "selected", "block_m": 128, "block_n": block_n, "num_stages": num_stages}
+    rest = {"warpgroups": warpgroups, "blocks_per_sm": resident, "merge_warps": 5, "rows_a_block": 112}
     return VariantSpec.from_values(FAMILY.name, {**values, **rest})
 
 
 def test_head_dims_of_whole_boxes_and_blocks_of_a_tile_have_a_default() -> None:
     for dtype, head_dim, block_size in itertools.product(FAMILY.dtypes, (64, 96, 128, 192, 256), (1, 16, 64, 128)):
         found = family_default(problem("sm_90a", dtype, head_dim, block_size=block_size), FAMILY)
-        # Wide heads and wide blocks together leave no registers or no room for two stages.
-        fits = block_size < 128 or head_dim < 128
+        # Wide heads and wide blocks together leave no room for two stages.
+        fits = block_size < 128 or head_dim <= 128
         assert (found is not None) == fits, (dtype, head_dim, block_size)
 
 
@@ -51,8 +51,8 @@ def test_blocks_larger_than_a_tile_are_refused() -> None:
     ("head_dim", "spec", "reason"),
     [
         (32, variant(), "a box of the copy engine is 64 columns"),
-        (256, variant(resident=3), "do not fit a multiprocessor"),
-        (64, variant(128, resident=3), "registers a thread"),
+        (256, variant(), "do not fit a multiprocessor"),
+        (64, variant(warpgroups=2), "registers a thread"),
     ],
 )
 def test_the_reason_is_given(head_dim: int, spec: VariantSpec, reason: str) -> None:

@@ -66,9 +66,9 @@ __global__ void passed_on(const Arguments args) {
     args.to[at * THREADS + thread] = sum - args.partial[thread] + args.partial[thread];
 }
 
-// Three blocks that run at once, twice: each writes, all wait for all, each reads what the next one wrote. WRONG: nothing is
-// released, or a fourth block is waited for.
-enum Meeting { RIGHT, RELAXED, ONE_TOO_MANY };
+// Three blocks that run at once, twice: each writes, all wait for all, each reads what the next one wrote. POLLED: they ask with
+// load_relaxed, and acquire at the end. WRONG: nothing is released, or a fourth block is waited for, or nothing is acquired.
+enum Meeting { RIGHT, POLLED, RELAXED, ONE_TOO_MANY, NOT_ACQUIRED };
 
 template <int WRONG>
 __global__ void all_meet(const Arguments args) {
@@ -87,7 +87,12 @@ __global__ void all_meet(const Arguments args) {
             } else {
                 atomic_add_release(args.counters + round, 1u);
             }
-            while (load_acquire(args.counters + round) < unsigned(blocks + (WRONG == ONE_TOO_MANY))) pause_waiting();  // the wait
+            if (WRONG == POLLED || WRONG == NOT_ACQUIRED) {
+                while (load_relaxed(args.counters + round) < unsigned(blocks)) pause_waiting();
+                if (WRONG == POLLED) load_acquire(args.counters + round);
+            } else {
+                while (load_acquire(args.counters + round) < unsigned(blocks + (WRONG == ONE_TOO_MANY))) pause_waiting();  // the wait
+            }
         }
         __syncthreads();
         value = partial[(at + 1) % blocks * THREADS + thread] + tile[thread % 4] - float(at);  // the next one's
@@ -184,6 +189,8 @@ const Kernel KERNELS[] = {
     {passed_on<false>, 4},
     {passed_on<true>, 4},
     {all_meet<RIGHT>, 3, true},
+    {all_meet<POLLED>, 3, true},
+    {all_meet<NOT_ACQUIRED>, 3, true},
     {all_meet<RELAXED>, 3, true},
     {all_meet<ONE_TOO_MANY>, 3, true},
     {waited_within<false>, 1},
