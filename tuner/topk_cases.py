@@ -175,6 +175,7 @@ SELECTED_SHAPES: tuple[ChoiceShape, ...] = (
 
 SELECTED_HOST_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("one token", 1, 1, 1, 1, 1, 16, 1, lists="chosen"),
+    ChoiceShape("more blocks than are counted at once", 1, 1, 1, 33, 8501, 2, 6),
     ChoiceShape("17 tokens, blocks of 3, lists per head", 1, 2, 2, 17, 17, 3, 4),
     ChoiceShape("blocks of 1, GQA, transposed", 1, 4, 2, 9, 65, 1, 9, layout="transposed"),
     ChoiceShape("35 queries, 129 keys, amid NaNs", 1, 1, 1, 35, 129, 16, 4, layout="padded"),
