@@ -270,13 +270,14 @@ def test_a_fault_is_told_by_line(
             "this thread reads .* in merge_rows",
         ),
         ("atomic_add_release(counted, 1u)", "atomicAdd(counted, 1u)", "this thread reads .* in invert_lists"),
+        ("    load_acquire(done);\n", "", "this thread reads .* has acquired nothing"),
         (
-            "load_acquire(done) < wanted",
-            "load_acquire(done) <= wanted",
+            "load_relaxed(done) < wanted",
+            "load_relaxed(done) <= wanted",
             "waits for a value that never comes.* in wait_for",
         ),
     ],
-    ids=["results not released", "counts not released", "waits for one too many"],
+    ids=["results not released", "counts not released", "nothing acquired", "waits for one too many"],
 )
 def test_what_blocks_do_for_each_other_must_be_ordered(
     text: str, instead: str, message: str, choice_book: CaseBook
