@@ -32,6 +32,14 @@ def test_head_dims_of_whole_boxes_and_blocks_of_a_tile_have_a_default() -> None:
         assert (found is not None) == fits, (dtype, head_dim, block_size)
 
 
+def test_each_entry_is_the_default_of_some_call() -> None:
+    calls = itertools.product(FAMILY.dtypes, range(64, 257, 16), (1, 64, 128))
+    used = [family_default(problem("sm_90a", *call, block_size=size), FAMILY) for *call, size in calls]
+    values = [spec.values() for spec in used if spec is not None]
+    for entry in FAMILY.defaults:
+        assert any({**found, **entry} == found for found in values), entry
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 def test_other_architectures_have_none(arch: str) -> None:
     assert family_default(problem(arch), FAMILY) is None
@@ -45,6 +53,13 @@ def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int) -> Non
 def test_blocks_larger_than_a_tile_are_refused() -> None:
     assert "holds a whole block; blocks have 100" in (unable_reason(problem(block_size=100), variant()) or "")
     assert family_default(problem(block_size=256), FAMILY) is None
+
+
+@pytest.mark.parametrize("name", ["selected_key", "selected_wgmma"])
+def test_lists_too_long_to_be_sorted_are_refused(name: str) -> None:
+    family = family_named(name)
+    assert family_default(problem(top=2**20), family) is not None
+    assert family_default(problem(top=2**20 + 1), family) is None
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,15 @@ from tilewright.runtime.selection import SELECTED_ATTENTION, Selection
 
 
 def attending_problem(
-    arch: str = "sm_90a", dtype: str = "bfloat16", head_dim: int = 64, *, block_size: int = 64, causal: bool = False
+    arch: str = "sm_90a",
+    dtype: str = "bfloat16",
+    head_dim: int = 64,
+    *,
+    block_size: int = 64,
+    top: int = 16,
+    causal: bool = False,
 ) -> Problem:
-    return Selection(block_size, 16, 8, 1, causal).problem(
+    return Selection(block_size, top, 8, 1, causal).problem(
         SELECTED_ATTENTION,
         dtype=dtype,
         head_dim=head_dim,
