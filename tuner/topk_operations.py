@@ -50,6 +50,9 @@ COMMON_CHOICES: tuple[tuple[int, int, int, int], ...] = (
 )
 """Block sizes, blocks taken, queries and heads that share a choice: a family's rules may ask for another default."""
 
+COMMON_LENGTHS = (2048, 4096, 32768)
+"""Queries and keys of those: short and long calls may ask for other families' defaults."""
+
 LIST_WIDTHS = (16, 48, 128, 240, 400)
 """Blocks taken that ask for another default at one head dimension, whatever the length."""
 
@@ -78,9 +81,8 @@ class ChoiceOperation(Operation):
 
     def problems_to_verify(self, arch: Arch, dtype: str) -> Iterator[Problem]:
         for head_dim in VERIFIED_HEAD_DIMS:
-            for choice in COMMON_CHOICES:
-                for causal in (False, True):
-                    yield self._problem(choice, causal, arch, dtype, head_dim)
+            for choice, causal, seqlen in itertools.product(COMMON_CHOICES, (False, True), COMMON_LENGTHS):
+                yield self._problem(choice, causal, arch, dtype, head_dim, seqlen, seqlen)
         for head_dim in OTHER_HEAD_DIMS:
             yield self._problem(COMMON_CHOICES[0], True, arch, dtype, head_dim)
         for width, group, heads in itertools.product(LIST_WIDTHS, (1, 64), (1, 8)):

@@ -165,15 +165,19 @@ void begin_product(void* const* lanes, void*) {
     const char* const kind = KEYS ? "wgmma_keys" : "wgmma_values";
     Warpgroup& group = warpgroups[current_group()];
     const Operands& operands = common_operands(lanes, kind);
-    if (KEYS) {
+    const bool in_registers = operands.a_registers != nullptr;
+    if (!in_registers) {
         check_start(operands.a, CHUNK_BYTES, ROW_BYTES - DEPTH * 2 + 1, "a", kind);
+    } else if (!group.fenced) {
+        fault("%s: no wgmma_fence() since threads could last write the registers of a", kind);
+    }
+    if (KEYS) {
         check_start(operands.b, CHUNK_BYTES, ROW_BYTES - DEPTH * 2 + 1, "b", kind);
     } else {
         check_start(operands.b, TILE_BYTES, 1, "b", kind);
         if (operands.columns > TILE_COLUMNS && operands.b.chunk_bytes % TILE_BYTES != 0) {
             fault("%s: chunk_bytes must be a multiple of 1024, got %d", kind, operands.b.chunk_bytes);
         }
-        if (!group.fenced) fault("%s: no wgmma_fence() since threads could last write the registers of a", kind);
     }
     start_clocks();
     if (group.open.products.empty()) group.open.time = now++;
@@ -186,10 +190,10 @@ void begin_product(void* const* lanes, void*) {
     product.to = &to;
     product.multiply = operands.multiply;
     product.accumulate = operands.accumulate;
-    product.a_in_registers = operands.a_registers != nullptr;
+    product.a_in_registers = in_registers;
     product.a = operands.a;
     product.b = operands.b;
-    if (!KEYS) gather_a(lanes, product);
+    if (in_registers) gather_a(lanes, product);
 }
 
 void finish_oldest(Warpgroup& group) {
@@ -290,6 +294,14 @@ void multiply_keys(float* d, int columns, SharedMatrix a, SharedMatrix b, bool a
 }
 template void multiply_keys<float16>(float*, int, SharedMatrix, SharedMatrix, bool, int);
 template void multiply_keys<bfloat16>(float*, int, SharedMatrix, SharedMatrix, bool, int);
+
+template <typename Element>
+void multiply_keys(float* d, int columns, const uint32_t* a, SharedMatrix b, bool accumulate, int line) {
+    Operands operands = {d, columns, a, {}, b, accumulate, multiply<Element, true>};
+    warpgroup_collective("wgmma_keys", line, &operands, begin_product<true>);
+}
+template void multiply_keys<float16>(float*, int, const uint32_t*, SharedMatrix, bool, int);
+template void multiply_keys<bfloat16>(float*, int, const uint32_t*, SharedMatrix, bool, int);
 
 template <typename Element>
 void multiply_values(float* d, int columns, const uint32_t* a, SharedMatrix b, int line) {

@@ -43,6 +43,8 @@ void fence_registers(int line);
 template <typename Element>
 void multiply_keys(float* d, int columns, SharedMatrix a, SharedMatrix b, bool accumulate, int line);
 template <typename Element>
+void multiply_keys(float* d, int columns, const uint32_t* a, SharedMatrix b, bool accumulate, int line);
+template <typename Element>
 void multiply_values(float* d, int columns, const uint32_t* a, SharedMatrix b, int line);
 void commit_products(int line);
 void wait_for_products(int pending, float* settled, int count, int line);
@@ -100,6 +102,11 @@ inline void bulk_load(void* to_shared, const TensorMap* map, Mbarrier* barrier, 
 inline void wgmma_fence(int line = __builtin_LINE()) { tilewright_host::fence_registers(line); }
 template <typename Element, int N>
 inline void wgmma_keys(float (&d)[N / 2], SharedMatrix a, SharedMatrix b, bool accumulate, int line = __builtin_LINE()) {
+    static_assert(N >= 8 && N <= 256 && N % 8 == 0, "a product has 8 to 256 columns, in steps of 8");
+    tilewright_host::multiply_keys<Element>(d, N, a, b, accumulate, line);
+}
+template <typename Element, int N>
+inline void wgmma_keys(float (&d)[N / 2], const uint32_t (&a)[4], SharedMatrix b, bool accumulate, int line = __builtin_LINE()) {
     static_assert(N >= 8 && N <= 256 && N % 8 == 0, "a product has 8 to 256 columns, in steps of 8");
     tilewright_host::multiply_keys<Element>(d, N, a, b, accumulate, line);
 }

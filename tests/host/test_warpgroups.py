@@ -89,7 +89,7 @@ def build_for_gpu(folder: Path, dtype: str, widths: tuple[int, int]) -> Path:
         lstrip_blocks=True,
     )
     context = {
-        "kernel": SimpleNamespace(operation="attention_forward", dtype=dtype, arch=arch.name, head_dim=widths[1]),
+        "kernel": SimpleNamespace(operation="select_blocks", dtype=dtype, arch=arch.name, head_dim=widths[1]),
         "family": SimpleNamespace(instructions="wgmma"),
         "spec": SimpleNamespace(name="warpgroups_probe", block_n=widths[0]),
         "arch": arch,
@@ -183,13 +183,14 @@ def normal(shape: tuple[int, ...], seed: int, dtype: str, device: str = "cpu") -
 
 @ON_HOST_AND_GPU
 @OF_EACH_KIND
-def test_products_of_keys(probe: Probe, device: str, dtype: str, widths: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kernel", ["keys", "registers"])
+def test_products_of_keys(probe: Probe, device: str, dtype: str, widths: tuple[int, int], kernel: str) -> None:
     library, n = probe(device, dtype, widths), widths[0]
     for make in (whole, normal):
         a, b = make((M, K), 1, dtype, device), make((n, K), 2, dtype, device)
         for accumulate in (False, True):
             d = torch.full((M, n), torch.nan, device=device)
-            assert launch(library, "keys", d, a, b, (M, n), accumulate=accumulate) == ""
+            assert launch(library, kernel, d, a, b, (M, n), accumulate=accumulate) == ""
             want = a.double() @ b.double().T + float(accumulate)
             if make is whole:
                 assert torch.equal(d.double(), want)
@@ -557,6 +558,11 @@ MISTAKES = [
         "NO_REGISTER_FENCE",
         r"wgmma_keys: no wgmma_fence\(\) since threads could last write the registers of d",
         "// first",
+    ),
+    (
+        "NO_LEFT_FENCE",
+        r"wgmma_keys: no wgmma_fence\(\) since threads could last write the registers of a",
+        "// again",
     ),
     (
         "READ_TOO_EARLY",

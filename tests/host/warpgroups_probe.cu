@@ -75,6 +75,40 @@ __global__ void keys(const __grid_constant__ Arguments args, const __grid_consta
     store<N_KEYS>(args.d, d);
 }
 
+// A lane's part of columns 16k to 16k + 15 of a [64, ...], in registers.
+__device__ __forceinline__ void load_left(const Tensor& from, int k, uint32_t (&a)[4]) {
+    const int row = int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4, pair = int(threadIdx.x) % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+        const uint16_t* at = static_cast<const uint16_t*>(from.base) + (row + i % 2 * 8) * from.strides[1] + k * 16 + i / 2 * 8 + pair;
+        a[i] = at[0] | uint32_t(at[1]) << 16;
+    }
+}
+
+// The same as `keys`, a from registers.
+constexpr int RIGHT_BYTES = CHUNKS * N_KEYS * ROW_BYTES;
+__global__ void registers(const __grid_constant__ Arguments args, const __grid_constant__ Maps maps) {
+    DYNAMIC_SHARED_MEMORY(smem, 1024);
+    Mbarrier* full = barriers_at(smem, RIGHT_BYTES);
+    init_barriers(full, 1, 1);
+    if (threadIdx.x == 0) {
+        mbarrier_arrive_expect(full, RIGHT_BYTES);
+        for (int c = 0; c < CHUNKS; ++c) bulk_load(smem + c * N_KEYS * ROW_BYTES, &maps.b, full, c * BOX_COLUMNS, 0, 0, 0);
+    }
+    uint32_t a[K / 16][4];
+    for (int k = 0; k < K / 16; ++k) load_left(args.a, k, a[k]);
+    mbarrier_wait(full, 0);
+    float d[N_KEYS / 2];
+    for (float& x : d) x = 1.0f;
+    wgmma_fence();
+    const SharedMatrix right = shared_matrix(smem, 0);
+    for (int k = 0; k < K / 16; ++k) {
+        wgmma_keys<Element, N_KEYS>(d, a[k], right.plus(k / 4 * N_KEYS * ROW_BYTES + k % 4 * 32), args.accumulate || k > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>(d);
+    store<N_KEYS>(args.d, d);
+}
+
 // d = 1 + a b: a [64, 64] from registers, b [64, N_VALUES].
 constexpr int VALUE_CHUNKS = (N_VALUES + BOX_COLUMNS - 1) / BOX_COLUMNS, VALUES_BYTES = VALUE_CHUNKS * KEY_ROWS * ROW_BYTES;
 __global__ void values(const __grid_constant__ Arguments args, const __grid_constant__ Maps maps) {
@@ -85,15 +119,8 @@ __global__ void values(const __grid_constant__ Arguments args, const __grid_cons
         mbarrier_arrive_expect(full, VALUES_BYTES);
         for (int c = 0; c < VALUE_CHUNKS; ++c) bulk_load(smem + c * KEY_ROWS * ROW_BYTES, &maps.b, full, c * BOX_COLUMNS, 0, 0, 0);
     }
-    const int row = int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4, pair = int(threadIdx.x) % 4 * 2;
-    const uint16_t* from = static_cast<const uint16_t*>(args.a.base);
     uint32_t a[KEY_ROWS / 16][4];
-    for (int k = 0; k < KEY_ROWS / 16; ++k) {
-        for (int i = 0; i < 4; ++i) {
-            const uint16_t* at = from + (row + i % 2 * 8) * args.a.strides[1] + k * 16 + i / 2 * 8 + pair;
-            a[k][i] = at[0] | uint32_t(at[1]) << 16;
-        }
-    }
+    for (int k = 0; k < KEY_ROWS / 16; ++k) load_left(args.a, k, a[k]);
     mbarrier_wait(full, 0);
     float d[N_VALUES / 2];
     for (float& x : d) x = 1.0f;
@@ -295,6 +322,7 @@ enum Misused {
     PRODUCT_PAST_THE_END,
     PRODUCT_OF_NOTHING,
     NO_REGISTER_FENCE,
+    NO_LEFT_FENCE,
     READ_TOO_EARLY,
     WRITTEN_TOO_EARLY,
     SETTLED_TOO_EARLY,
@@ -367,6 +395,10 @@ __global__ void misused(const __grid_constant__ Arguments args, const __grid_con
     if (wrong == NAMED_ZERO) named_barrier_sync(0, WARPGROUP);
     if (wrong == NAMED_PART) named_barrier_sync(3, 40);
     wgmma_wait<0>(d);
+    if (wrong == NO_LEFT_FENCE) {
+        const uint32_t registers[4] = {0, 0, 0, 0};
+        wgmma_keys<Element, N_KEYS>(d, registers, right, true);  // again
+    }
     if (wrong == ODD_CHUNKS) {
         float e[N_VALUES / 2];
         const uint32_t registers[4] = {0, 0, 0, 0};
@@ -388,6 +420,7 @@ struct Kernel {
 // In the order of KERNELS in test_warpgroups.py.
 const Kernel KERNELS[] = {
     {keys, WARPGROUP, KEYS_BYTES, 64},
+    {registers, WARPGROUP, RIGHT_BYTES, 64},
     {values, WARPGROUP, VALUES_BYTES, 64},
     {boxes, WARPGROUP, -1, 64},
     {stored, WARPGROUP, STORED_BYTES, 64},
