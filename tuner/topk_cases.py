@@ -14,11 +14,20 @@ from tilewright.tuner.layouts import Layout
 from tilewright.tuner.topk_oracle import allowed_blocks, block_counts, listed, select_blocks_oracle
 
 Numbers = Literal[
-    "normal", "uniform_weights", "large", "very_negative", "integers", "equal_keys", "nan_block", "infinite_block"
+    "normal",
+    "uniform_weights",
+    "large",
+    "very_negative",
+    "integers",
+    "equal_keys",
+    "nan_block",
+    "infinite_block",
+    "few_finite",
+    "spaced",
 ]
 Lists = Literal["chosen", "random", "shuffled", "outside", "same", "none", "all"]
 
-EXACT = frozenset({"integers", "equal_keys", "nan_block", "infinite_block"})
+EXACT = frozenset({"integers", "equal_keys", "nan_block", "infinite_block", "few_finite", "spaced"})
 """Numbers whose means and scores are exact in float32, so that a choice must be the reference's bit for bit."""
 
 
@@ -30,7 +39,9 @@ class ChoiceShape:
     shared: a group of query heads shares its choice. uneven: choosers take different numbers of blocks.
     numbers: standard normal, `large` or `very_negative` logits, or `uniform_weights` (query 0, so that lse tells how
     many keys were seen); for choosing `integers` of few values with many equal scores, `equal_keys`, and integers with
-    one NaN, or one infinity, in one block. With `EXACT` ones block sizes, groups and last blocks are powers of two.
+    one NaN, or one infinity, in one block, with `few_finite` scores, the others -inf, or with the best blocks `spaced`
+    64 apart, the later the better, so that one lane of a kernel meets them all. With `EXACT` ones block sizes, groups
+    and last blocks are powers of two.
     lists: for attending, blocks `chosen` by the reference; `random` ones, of random counts, 0 among them; `shuffled`;
     with entries `outside` of what there is before the count; the `same` block for every query; `none`; `all` of them.
     Past a count anything may stand, and does.
@@ -97,6 +108,8 @@ SELECT_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("all keys equal", 1, 2, 2, 130, 992, 64, 6, numbers="equal_keys"),
     ChoiceShape("NaN keys in one block", 1, 2, 2, 65, 161, 16, 10, layout="padded", numbers="nan_block"),
     ChoiceShape("infinite keys in one block", 1, 2, 1, 65, 257, 16, 3, numbers="infinite_block"),
+    ChoiceShape("few scores above -inf", 1, 2, 1, 130, 1025, 16, 12, numbers="few_finite"),
+    ChoiceShape("the best blocks 64 apart", 1, 1, 1, 130, 4097, 1, 12, numbers="spaced"),
     ChoiceShape("large scores", 1, 2, 2, 129, 385, 48, 4, numbers="large"),
     ChoiceShape("very negative scores, ragged", 1, 2, 2, 77, 331, 64, 2, numbers="very_negative", layout="padded"),
     ChoiceShape("token offsets past 2^31", 1, 1, 1, 130, 130, 16, 3, layout="far_tokens"),
@@ -124,6 +137,8 @@ SELECT_HOST_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("all keys equal", 1, 1, 1, 35, 480, 64, 3, numbers="equal_keys"),
     ChoiceShape("NaN keys in one block", 1, 1, 1, 33, 161, 16, 10, layout="padded", numbers="nan_block"),
     ChoiceShape("infinite keys in one block", 1, 1, 1, 33, 129, 16, 3, numbers="infinite_block"),
+    ChoiceShape("few scores above -inf", 1, 1, 1, 19, 513, 16, 6, numbers="few_finite"),
+    ChoiceShape("the best blocks 64 apart", 1, 1, 1, 17, 1537, 1, 9, numbers="spaced"),
     ChoiceShape("large scores", 1, 1, 1, 33, 241, 48, 4, numbers="large"),
     ChoiceShape("very negative scores, ragged", 1, 1, 1, 37, 131, 64, 2, numbers="very_negative", layout="padded"),
     ChoiceShape("token offsets past 2^31", 1, 1, 1, 130, 130, 16, 3, layout="far_tokens"),
@@ -249,6 +264,12 @@ def _integers(
         key[:, :, odd, 3] = torch.nan
     if shape.numbers == "infinite_block":
         key[:, :, odd, 3] = torch.inf
+    if shape.numbers == "few_finite":
+        query[..., 0] = 1.0
+        key[:, :, block % 9 != 4, 0] = -torch.inf
+    if shape.numbers == "spaced":
+        query[..., 0] = 1.0
+        key[:, :, block % 64 == 5, 0] = 40.0 + (block[block % 64 == 5] // 64).float()
     return query, key
 
 

@@ -67,7 +67,8 @@ def choice(family: str, dtype: str = "float16", arch: str = "sm_80", causal: boo
     """The same of a family that chooses blocks, or attends to chosen ones."""
     sizes = {"batch": 1, "num_heads": 8, "num_kv_heads": 8, "seqlen_q": 4096, "seqlen_kv": 4096}
     chosen = family_named(family)
-    problem = Selection(64, 16, 8, 1, causal).problem(chosen.operation, dtype=dtype, head_dim=16, target=arch, **sizes)
+    sizes["head_dim"] = 64 if chosen.instructions == "wgmma" else 16
+    problem = Selection(64, 16, 8, 1, causal).problem(chosen.operation, dtype=dtype, target=arch, **sizes)
     specs = [VariantSpec.from_values(family, {"mask_form": "selected", **values}) for values in chosen.defaults]
     kernels = [kernel_of(problem, spec) for spec in specs]
     return render(next(kernel for kernel in kernels if legality(kernel) is None))
@@ -152,6 +153,7 @@ def test_a_right_kernel_passes(family: str, dtype: str, arch: str, terms: tuple[
     [
         ("select_mma", "bfloat16", "sm_80", True),
         ("select_mma", "float16", "sm_90a", False),
+        ("select_wgmma", "bfloat16", "sm_90a", True),
         ("selected_query", "bfloat16", "sm_90a", True),
         ("selected_key", "float16", "sm_80", False),
     ],
@@ -284,6 +286,15 @@ def test_what_blocks_do_for_each_other_must_be_ordered(
 ) -> None:
     with pytest.raises(IllegalAccess, match=message):
         check_cases(host_kernel_of(without(choice("selected_key"), text, instead)), choice_book)
+
+
+def test_a_score_of_minus_infinity_must_not_stand_for_its_neighbour(choice_book: CaseBook) -> None:
+    one = choice("select_wgmma", arch="sm_90a")
+    one = without(one, "fmaxf(rows[half].threshold, -LARGEST)", "rows[half].threshold")
+    one = without(one, "if (first && second) both", "if (first && second && two.x > NEGATIVE_INFINITY) both")
+    found = check_cases(host_kernel_of(one), choice_book)
+    assert not found.report.ok
+    assert found.report.message.startswith("case 'few scores above -inf':")
 
 
 def test_a_wrong_result_names_its_case(simt: Rendered, book: CaseBook) -> None:
