@@ -125,18 +125,21 @@ def cuda_families() -> list[Family]:
 
 
 def some_kernels(family: Family, arch: str) -> list[Kernel]:
-    """The family's defaults for each dtype and mask, and each value of each axis."""
-    found: dict[Kernel, None] = {}
+    """The family's defaults for each dtype and mask, and each value of each axis; of longer calls if it has none."""
     masks = MASKS if family.operation == "attention_forward" else CHOICES
-    for dtype in family.dtypes:
-        for mask in masks:
-            asked = Problem(dtype, 64, 1, 8, 8, 4096, 4096, arch, mask, family.operation)
-            default = family_default(asked, family)
-            if default is not None:
-                found[kernel_of(asked, default)] = None
-    asked = Problem(family.dtypes[0], 64, 1, 8, 8, 4096, 4096, arch, masks[0], family.operation)
-    found.update(dict.fromkeys(kernel_of(asked, spec) for spec in covering_sample(asked, family)))
-    return list(found)
+    for seqlen in (4096, 32768):
+        found: dict[Kernel, None] = {}
+        for dtype in family.dtypes:
+            for mask in masks:
+                asked = Problem(dtype, 64, 1, 8, 8, seqlen, seqlen, arch, mask, family.operation)
+                default = family_default(asked, family)
+                if default is not None:
+                    found[kernel_of(asked, default)] = None
+        asked = Problem(family.dtypes[0], 64, 1, 8, 8, seqlen, seqlen, arch, masks[0], family.operation)
+        found.update(dict.fromkeys(kernel_of(asked, spec) for spec in covering_sample(asked, family)))
+        if found:
+            return list(found)
+    return []
 
 
 def without_comments(text: str) -> str:
