@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from topk_problems import choosing_problem as problem
 
 from tilewright.generator.arch import all_archs
 from tilewright.generator.family import family_named
@@ -15,35 +16,12 @@ from tilewright.generator.render import render
 from tilewright.generator.resources import compile_report
 from tilewright.generator.space import family_default, legal_variants, problem_reason, unable_reason
 from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
-from tilewright.runtime.selection import SELECT_BLOCKS, Selection
+from tilewright.runtime.selection import SELECT_BLOCKS
 
 FAMILY = family_named("select_mma")
 ARCHS = [name for name, arch in all_archs().items() if "mma" in arch.instructions]
 HEAD_DIMS = range(16, 257, 16)
 LONG, SHORT = 32768, 64
-
-
-def problem(
-    arch: str = "sm_90a",
-    head_dim: int = 64,
-    *,
-    top: int = 16,
-    seqlen: int = LONG,
-    block_size: int = 64,
-    causal: bool = False,
-    dtype: str = "bfloat16",
-) -> Problem:
-    return Selection(block_size, top, 8, 1, causal).problem(
-        SELECT_BLOCKS,
-        dtype=dtype,
-        head_dim=head_dim,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8,
-        seqlen_q=seqlen,
-        seqlen_kv=LONG,
-        target=arch,
-    )
 
 
 def variant(block_m: int = 64, num_warps: int = 4, capacity: int = 56, **changes: int) -> VariantSpec:

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from topk_problems import choosing_problem as problem
 
 from tilewright.generator.family import family_named
 from tilewright.generator.legality import legality
@@ -14,26 +15,10 @@ from tilewright.generator.render import render
 from tilewright.generator.resources import compile_report
 from tilewright.generator.space import family_default, legal_variants, problem_reason, unable_reason
 from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
-from tilewright.runtime.selection import SELECT_BLOCKS, Selection
+from tilewright.runtime.selection import SELECT_BLOCKS
 
 FAMILY = family_named("select_wgmma")
 HEAD_DIMS = range(64, 257, 16)
-
-
-def problem(
-    head_dim: int = 64, *, arch: str = "sm_90a", top: int = 16, causal: bool = False, dtype: str = "bfloat16"
-) -> Problem:
-    return Selection(64, top, 8, 1, causal).problem(
-        SELECT_BLOCKS,
-        dtype=dtype,
-        head_dim=head_dim,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8,
-        seqlen_q=32768,
-        seqlen_kv=32768,
-        target=arch,
-    )
 
 
 def variant(block_m: int = 128, capacity: int = 56, num_stages: int = 3) -> VariantSpec:
@@ -48,11 +33,11 @@ def kernel(dtype: str, head_dim: int, spec: VariantSpec, *, causal: bool = True,
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_head_dim_from_64_on_has_a_default_for_lists_of_up_to_24(dtype: str) -> None:
     for head_dim, top in itertools.product(HEAD_DIMS, (1, 8, 16, 24)):
-        assert family_default(problem(head_dim, top=top, dtype=dtype), FAMILY) is not None, (head_dim, top)
+        assert family_default(problem(head_dim=head_dim, top=top, dtype=dtype), FAMILY) is not None, (head_dim, top)
 
 
 @pytest.mark.parametrize(
-    "asked", [problem(48), problem(top=25), problem(arch="sm_80"), problem(dtype="float32")], ids=str
+    "asked", [problem(head_dim=48), problem(top=25), problem(arch="sm_80"), problem(dtype="float32")], ids=str
 )
 def test_others_have_none(asked: Problem) -> None:
     assert family_default(asked, FAMILY) is None
@@ -61,7 +46,7 @@ def test_others_have_none(asked: Problem) -> None:
 def test_each_default_is_that_of_some_call() -> None:
     used = []
     for head_dim, top in itertools.product(HEAD_DIMS, (8, 16)):
-        spec = family_default(problem(head_dim, top=top), FAMILY)
+        spec = family_default(problem(head_dim=head_dim, top=top), FAMILY)
         used.append(spec.values() if spec is not None else {})
     for entry in FAMILY.defaults:
         assert {"mask_form": "selected", **entry} in used, entry
@@ -70,7 +55,7 @@ def test_each_default_is_that_of_some_call() -> None:
 @pytest.mark.parametrize("top", [8, 16, 24])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int, top: int) -> None:
-    assert 1 <= len(legal_variants(problem(head_dim, top=top), [FAMILY])) <= 16
+    assert 1 <= len(legal_variants(problem(head_dim=head_dim, top=top), [FAMILY])) <= 16
 
 
 @pytest.mark.parametrize(
@@ -90,7 +75,8 @@ def test_the_reason_is_given(made: Kernel, reason: str) -> None:
         (problem(top=25), variant(), False, "cannot hold the best 25"),
         (problem(top=12), variant(capacity=40), True, "often run full"),
         (problem(top=11), variant(), True, "need less"),
-        (problem(128), variant(), True, "leaves most of its cycles unused"),
+        (problem(head_dim=128), variant(), True, "leaves most of its cycles unused"),
+        (problem(block_size=512), variant(), True, "few tiles are left to overlap"),
         (problem(), variant(), True, ""),
     ],
 )
@@ -127,7 +113,7 @@ def test_a_covering_sample_spills_nothing(sample: Kernel, tmp_path: Path) -> Non
 @pytest.mark.nvcc
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_defaults_spill_nothing(head_dim: int, tmp_path: Path) -> None:
-    asked = problem(head_dim)
+    asked = problem(head_dim=head_dim)
     spec = family_default(asked, FAMILY)
     assert spec is not None
     report = compile_report(kernel_of(asked, spec), tmp_path)
