@@ -73,6 +73,8 @@ MASK_ARGUMENTS: tuple[Argument, ...] = (
 )
 """What comes from the mask's plan, in launch order; unused slots are 0."""
 
+WORKSPACE_NOTE = "scratch of workspace_bytes, at a multiple of 256 bytes"
+
 STREAM_ARGUMENTS: tuple[Argument, ...] = (
     *_arguments("int32", "CUDA device ordinal; on the CPU 0", "device"),
     *_arguments("int32", "OpenMP threads on the CPU; 0 on a GPU", "num_threads"),
@@ -100,7 +102,7 @@ SELECT_ARGUMENTS: tuple[Argument, ...] = (
     *_arguments("pointer", "[num_choosers] int32, blocks that each of them takes, at most list_width", "budgets"),
     *_arguments("pointer", "[batch, num_choosers, num_groups, list_width] int32, ascending, then -1", "indices"),
     *_arguments("pointer", "[batch, num_choosers, num_groups] int32", "counts"),
-    *_arguments("pointer", "scratch of workspace_bytes, at a multiple of 256 bytes", "workspace"),
+    *_arguments("pointer", WORKSPACE_NOTE, "workspace"),
     *_CHOICE_ARGUMENTS,
     *_arguments(
         "int32", "first blocks that are always in; blocks up to a query's own that are", "sink_blocks window_blocks"
@@ -121,7 +123,7 @@ SELECTED_ARGUMENTS: tuple[Argument, ...] = (
     *_arguments(
         "pointer", "[num_choosers] int32 on the host: most entries of each one's lists; null: list_width", "budgets"
     ),
-    *_arguments("pointer", "scratch of workspace_bytes, at a multiple of 256 bytes", "workspace"),
+    *_arguments("pointer", WORKSPACE_NOTE, "workspace"),
     *_CHOICE_ARGUMENTS,
     *_arguments("int64", "strides in elements: batch, head, token", "q_stride_b q_stride_h q_stride_n"),
     *_arguments("int64", "strides in elements: batch, head, token", "k_stride_b k_stride_h k_stride_n"),
@@ -141,6 +143,15 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
 
 WITH_WORKSPACE = frozenset({"select_blocks", "selected_attention"})
 """Operations whose modules also have `workspace_bytes`, of the same arguments: how much scratch `launch` needs."""
+
+
+def arguments_of(operation: str, *, workspace: bool = False) -> tuple[Argument, ...]:
+    """The arguments of an operation's `launch`; workspace: of families that ask for scratch where others need none."""
+    arguments = ARGUMENTS[operation]
+    if not workspace or operation in WITH_WORKSPACE:
+        return arguments
+    return (*arguments, *_arguments("pointer", WORKSPACE_NOTE, "workspace"))
+
 
 UNBOUNDED = 2**30
 """A window side that does not restrict; positions stay below it, so sums stay inside int32."""

@@ -31,6 +31,7 @@ class Family:
     cost: expression; variants are tried from the smallest. complexity: expression; between equals the smallest wins.
     proven: whether its defaults ran right through every case on a GPU of the project. Else they run nowhere untuned,
     and the tuner, which verifies on the spot what it measures, may choose it.
+    workspace: whether its launches ask for scratch, where those of its operation do not anyway.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Family:
     problem_rules: tuple[tuple[str, str], ...] = ()
     worth_rules: tuple[tuple[str, str], ...] = ()
     proven: bool = True
+    workspace: bool = False
 
 
 def _read(name: str, text: str) -> Family:
@@ -74,6 +76,7 @@ def _read(name: str, text: str) -> Family:
             problem_rules=tuple((rule["require"], rule["reason"]) for rule in data.get("problem_rules", [])),
             worth_rules=tuple((rule["require"], rule["reason"]) for rule in data.get("worth_rules", [])),
             proven=data.get("proven", True),
+            workspace=data.get("workspace", False),
         )
     except tomllib.TOMLDecodeError as error:
         raise InvalidInput(f"{where} is not TOML: {error}") from error
@@ -81,8 +84,9 @@ def _read(name: str, text: str) -> Family:
         raise InvalidInput(f"{where} lacks {error}") from error
     if family.language not in ("cpp", "cuda"):
         raise InvalidInput(f"{where}: language must be cpp or cuda, got {family.language}")
-    if not isinstance(family.proven, bool):
-        raise InvalidInput(f"{where}: proven must be true or false, got {family.proven!r}")
+    for key, flag in (("proven", family.proven), ("workspace", family.workspace)):
+        if not isinstance(flag, bool):
+            raise InvalidInput(f"{where}: {key} must be true or false, got {flag!r}")
     if family.purpose not in ("main", "ladder"):
         raise InvalidInput(f"{where}: purpose must be main or ladder, got {family.purpose}")
     unknown = [form for form in family.mask_forms if form not in MASK_FORMS]

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.generator.abi import ARGUMENTS, WITH_WORKSPACE
+from tilewright.generator.abi import WITH_WORKSPACE, arguments_of
 from tilewright.generator.arch import arch_named
 from tilewright.generator.errors import IllegalVariant
 from tilewright.generator.family import family_named
@@ -85,8 +85,8 @@ def render(kernel: Kernel, templates: Path | None = None) -> Rendered:
         "spec": kernel.spec,
         "family": family,
         "arch": arch_named(kernel.arch),
-        "arguments": ARGUMENTS[kernel.operation],
-        "has_workspace": kernel.operation in WITH_WORKSPACE,
+        "arguments": arguments_of(kernel.operation, workspace=family.workspace),
+        "has_workspace": family.workspace or kernel.operation in WITH_WORKSPACE,
         "digest": _PLACEHOLDER,
         **derived_values(kernel),
     }

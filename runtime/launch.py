@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MAX_SEQLEN = 2**30 - 1
 """Positions and window sides are 32-bit in kernels, and the sum of two of them must be too."""
 
+WORKSPACE_ALIGNED = 256
+"""What a kernel may expect of its workspace's address; PyTorch's allocators give 64 on the CPU."""
+
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, which the CPU kernels report too
 _ILLEGAL_ACCESS = frozenset({700, 714, 715, 716, 717, 718, 719})  # CUDA's errors of a kernel that faulted
 
@@ -28,6 +31,12 @@ def current_stream(index: int) -> int:
     if hasattr(torch._C, "_cuda_getCurrentRawStream"):
         return int(torch._C._cuda_getCurrentRawStream(index))
     return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def make_workspace(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes of scratch from a multiple of `WORKSPACE_ALIGNED` on."""
+    room = torch.empty(size + WORKSPACE_ALIGNED, dtype=torch.uint8, device=device)
+    return room[-room.data_ptr() % WORKSPACE_ALIGNED :][:size]
 
 
 class LoadedKernel:
@@ -52,7 +61,7 @@ class LoadedKernel:
         self._launch = cast(Callable[..., int], module.launch)
         self._error_name = cast(Callable[[int], str], module.error_name)
         self._info = cast(Callable[[], dict[str, int]], module.info)
-        self._workspace_bytes = cast(Callable[..., int], getattr(module, "workspace_bytes", None))
+        self._workspace_bytes = cast("Callable[..., int] | None", getattr(module, "workspace_bytes", None))
 
     def info(self) -> dict[str, int]:
         """Registers and local bytes a thread, shared memory in bytes and most threads a block; zeros on the CPU."""
@@ -70,6 +79,7 @@ class LoadedKernel:
 
     def workspace_bytes(self, values: Sequence[int | float]) -> int:
         """Bytes of scratch that `launch` of these arguments needs, the workspace's own address left out (0)."""
+        assert self._workspace_bytes is not None, "only asked of kernels that have one"
         return self._workspace_bytes(*values)
 
     def run(
@@ -100,7 +110,7 @@ class LoadedKernel:
             where = (index, 0, current_stream(index))
         else:
             where = (0, torch.get_num_threads(), 0)
-        code = self._launch(
+        values = (
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
@@ -119,9 +129,19 @@ class LoadedKernel:
             *plan.arguments,
             *where,
         )
+        if self._workspace_bytes is None:
+            code = self._launch(*values)
+        else:
+            size = self._workspace_bytes(*values, 0)
+            workspace = self.workspace(size, query.device) if size else None
+            code = self._launch(*values, 0 if workspace is None else workspace.data_ptr())
         if code:
             self._raise(code)
         return out, lse
+
+    def workspace(self, size: int, device: torch.device) -> torch.Tensor:
+        """Scratch for one launch of `run`."""
+        return make_workspace(size, device)
 
     def _raise(self, code: int) -> None:
         message = f"{self.kernel.spec.name} for {self.kernel.dtype} D{self.kernel.head_dim}: {self._error_name(code)}"

@@ -9,10 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilewright.runtime.launch import current_stream
+from tilewright.runtime.launch import current_stream, make_workspace
 from tilewright.runtime.selection import Selection
-
-_ALIGNED = 256  # what a kernel may expect of its workspace's address; PyTorch's allocators give 64 on the CPU
 
 
 class Launchable(Protocol):
@@ -151,7 +149,5 @@ def _where(query: Tensor) -> tuple[int, int, int]:
 
 
 def _workspace(loaded: Launchable, values: tuple[int | float, ...], device: torch.device) -> Tensor:
-    """Bytes from a multiple of `_ALIGNED` on, as many as the kernel asks for."""
-    size = loaded.workspace_bytes(values)
-    room = torch.empty(size + _ALIGNED, dtype=torch.uint8, device=device)
-    return room[-room.data_ptr() % _ALIGNED :][:size]
+    """As much scratch as the kernel asks for."""
+    return make_workspace(loaded.workspace_bytes(values), device)

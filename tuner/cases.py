@@ -57,6 +57,7 @@ SHAPES: tuple[CaseShape, ...] = (
     CaseShape("counting keys", 1, 3, 1, 200, 333, numbers="uniform_weights"),
     CaseShape("large logits", 1, 2, 2, 129, 193, numbers="large"),
     CaseShape("very negative logits, ragged", 1, 2, 2, 77, 131, numbers="very_negative", layout="padded"),
+    CaseShape("3 queries, GQA of 8, 4099 keys", 1, 16, 2, 3, 4099),
     CaseShape("token offsets past 2^31", 1, 1, 1, 130, 130, layout="far_tokens"),
     CaseShape("head offsets past 2^31", 1, 2, 2, 70, 90, layout="far_heads"),
 )
@@ -79,6 +80,7 @@ HOST_SHAPES: tuple[CaseShape, ...] = (
     CaseShape("large logits", 1, 1, 1, 65, 97, numbers="large"),
     CaseShape("very negative logits, ragged", 1, 1, 1, 37, 131, numbers="very_negative", layout="padded"),
     CaseShape("rows at odd elements", 1, 2, 1, 21, 77, layout="unaligned"),
+    CaseShape("3 queries, GQA of 8, 515 keys", 1, 8, 1, 3, 515),
     CaseShape("token offsets past 2^31", 1, 1, 1, 130, 130, layout="far_tokens"),
     CaseShape("head offsets past 2^31", 1, 2, 2, 17, 45, layout="far_heads"),
 )

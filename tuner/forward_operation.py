@@ -47,6 +47,10 @@ OTHER_HEAD_DIMS = (16, 32, 96, 192, 256)
 """Verified with a causal mask: the smallest, the largest, and ones that are no power of two."""
 
 
+QUERIES = ((4096, 32), (1, 32), (1, 1))
+"""Queries and KV heads of 32 heads: many, one of each head, and one of heads that share a KV head."""
+
+
 class ForwardCall(BoundCall):
     """A kernel on a row's inputs, the mask planned for it."""
 
@@ -132,15 +136,17 @@ class ForwardOperation(Operation):
         return [prepare_case(case) for case in made]
 
     def problems_to_verify(self, arch: Arch, dtype: str) -> Iterator[Problem]:
-        for head_dim in HEAD_DIMS:
-            for terms in TERM_SETS:
-                yield _problem(arch, dtype, head_dim, terms)
-        for head_dim in OTHER_HEAD_DIMS:
-            yield _problem(arch, dtype, head_dim, ("bound",))
+        for seqlen_q, num_kv_heads in QUERIES:
+            for head_dim in HEAD_DIMS:
+                for terms in TERM_SETS:
+                    yield _problem(arch, dtype, head_dim, terms, seqlen_q, num_kv_heads)
+            for head_dim in OTHER_HEAD_DIMS:
+                yield _problem(arch, dtype, head_dim, ("bound",), seqlen_q, num_kv_heads)
 
     def forms_to_verify(self, arch: Arch, dtype: str) -> Iterator[Problem]:
-        for terms in FORM_TERMS:
-            yield _problem(arch, dtype, HEAD_DIMS[0], terms)
+        for seqlen_q, num_kv_heads in QUERIES:
+            for terms in FORM_TERMS:
+                yield _problem(arch, dtype, HEAD_DIMS[0], terms, seqlen_q, num_kv_heads)
 
     def check_row(self, row: WorkloadRow) -> None:
         row.make_mask()
@@ -181,8 +187,11 @@ class ForwardOperation(Operation):
         return {name: time for name, time in baselines.items() if name != "sdpa_dense" or not problem.mask.terms}
 
 
-def _problem(arch: Arch, dtype: str, head_dim: int, terms: tuple[str, ...]) -> Problem:
-    return Problem(dtype, head_dim, 1, 8, 8, 4096, 4096, arch.name, MaskClass(terms, " & ".join(terms) or "dense"))
+def _problem(
+    arch: Arch, dtype: str, head_dim: int, terms: tuple[str, ...], seqlen_q: int, num_kv_heads: int
+) -> Problem:
+    mask = MaskClass(terms, " & ".join(terms) or "dense")
+    return Problem(dtype, head_dim, 1, 32, num_kv_heads, seqlen_q, 4096, arch.name, mask)
 
 
 FORWARD = ForwardOperation()

@@ -94,6 +94,12 @@ class HostKernel(LoadedKernel):
         with self._timed():
             return super().run(query, key, value, plan, scale, out, lse)
 
+    def workspace(self, size: int, device: torch.device) -> Tensor:
+        """Scratch that is watched: nothing is there to read before it is written."""
+        made = super().workspace(size, device).fill_(0xFF)  # NaN in every element type, where nobody watches
+        self._watch("workspace", made, _WRITE_FIRST)
+        return made
+
     def launch(self, values: Sequence[int | float], touched: Mapping[str, tuple[Tensor, bool]]) -> None:
         """The same launch as on a GPU, with `touched` watched: what it may write it cannot read before it wrote it.
 

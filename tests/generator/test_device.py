@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.generator import render as render_module
+from tilewright.generator.abi import WITH_WORKSPACE
 from tilewright.generator.arch import arch_named
 from tilewright.generator.family import Family, all_families, family_named
 from tilewright.generator.problem import MaskClass, Problem
@@ -125,17 +126,19 @@ def cuda_families() -> list[Family]:
 
 
 def some_kernels(family: Family, arch: str) -> list[Kernel]:
-    """The family's defaults for each dtype and mask, and each value of each axis; of longer calls if it has none."""
+    """The family's defaults for each dtype and mask, and each value of each axis; of longer calls, or of one query, if
+    it has none.
+    """
     masks = MASKS if family.operation == "attention_forward" else CHOICES
-    for seqlen in (4096, 32768):
+    for seqlen_q, seqlen in ((4096, 4096), (32768, 32768), (1, 4096)):
         found: dict[Kernel, None] = {}
         for dtype in family.dtypes:
             for mask in masks:
-                asked = Problem(dtype, 64, 1, 8, 8, seqlen, seqlen, arch, mask, family.operation)
+                asked = Problem(dtype, 64, 1, 8, 8, seqlen_q, seqlen, arch, mask, family.operation)
                 default = family_default(asked, family)
                 if default is not None:
                     found[kernel_of(asked, default)] = None
-        asked = Problem(family.dtypes[0], 64, 1, 8, 8, seqlen, seqlen, arch, masks[0], family.operation)
+        asked = Problem(family.dtypes[0], 64, 1, 8, 8, seqlen_q, seqlen, arch, masks[0], family.operation)
         found.update(dict.fromkeys(kernel_of(asked, spec) for spec in covering_sample(asked, family)))
         if found:
             return list(found)
@@ -164,7 +167,7 @@ def test_a_kernel_says_nothing_else_of_cuda(family: Family, arch: str) -> None:
         assert set(re.findall(r"#include <(.+)>", code)) <= STANDARD_HEADERS
         assert set(re.findall(r"\b__\w+", code)) <= KEYWORDS | INTRINSICS
         assert set(re.findall(r"\batomic[A-Z_]\w*", code)) <= INTRINSICS | BETWEEN_BLOCKS
-        if kernel.operation == "attention_forward":
+        if kernel.operation == "attention_forward" and not family.workspace:
             assert not set(re.findall(r"\b\w+\b", code)) & BETWEEN_BLOCKS
         assert set(re.findall(r"\bcuda\w+", code)) <= RUNTIME
         assert set(re.findall(r"\b(?:bulk|fence|mbarrier|named_barrier|registers|wgmma)_\w+", code)) <= WARPGROUPS
@@ -201,6 +204,7 @@ def device_header(arch: str, dtype: str, instructions: str, operation: str = "at
             spec=spec,
             arch=arch_named(arch),
             family=dataclasses.replace(family, instructions=instructions),
+            has_workspace=operation in WITH_WORKSPACE,
             digest="0" * 16,
         )
     )

@@ -49,14 +49,16 @@ GOLDEN_KERNELS: dict[str, Kernel] = {
         "forward_wmma": problem("sm_90a", "bfloat16", 128, BLOCKS),
         "forward_mma": problem("sm_90a", "bfloat16", 128, BLOCKS),
         "forward_wgmma": problem("sm_90a", "bfloat16", 128, BLOCKS),
+        "forward_decode": Problem("bfloat16", 128, 1, 32, 8, 1, 4096, "sm_90a", BLOCKS),
     }.items()
 }
 
 
 def calls(operation: str, target: str, dtype: str) -> list[Problem]:
-    """Whose defaults the sample of axis values starts from; of chosen blocks, groups of queries and a single one."""
+    """Whose defaults the sample of axis values starts from: many queries and few; groups of queries and one."""
     if operation == "attention_forward":
-        return [problem(target, dtype, 64, LONGFORMER)]
+        few = Problem(dtype, 64, 1, 32, 1, 1, 4096, target, LONGFORMER)
+        return [problem(target, dtype, 64, LONGFORMER), few]
     return [
         Selection(64, 16, 8, query_group, causal=True).problem(
             operation,

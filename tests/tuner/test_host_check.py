@@ -133,6 +133,8 @@ def plan_for(kernel: Kernel, mask: masks.Mask | None, **shape: int) -> MaskPlan:
         ("forward_wmma", "bfloat16", "sm_80", ("bound", "and_blocks")),
         ("forward_mma", "bfloat16", "sm_80", ("bound",)),
         ("forward_mma", "float16", "sm_90a", ("window", "or_blocks")),
+        ("forward_decode", "bfloat16", "sm_80", ("bound", "window", "stride")),
+        ("forward_decode", "float16", "sm_90a", ("bound", "and_blocks")),
         ("ladder", "float16", "sm_80", ("and_bits",)),
     ],
 )
@@ -186,6 +188,22 @@ def test_blocks_that_start_longest_first_do_every_row_once(form: str, terms: tup
     first = without(ordered, "(args.tile_order)[blockIdx.x]", "(args.tile_order)[0]")
     with pytest.raises(IllegalAccess, match=r"a race for byte .* of \w+: this thread writes what .* of block 0 wrote"):
         check_cases(host_kernel_of(first), book)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("load_acquire(blocks_done);", "a race for byte"),
+        ("cp_async_wait<LOOKAHEAD - 1>();\n        __syncwarp();", "a race for byte|has not been waited for"),
+        ("if (split.splits > 1) error = cudaMemsetAsync", "workspace"),
+    ],
+    ids=["unordered merge", "no wait for a tile", "counters not cleared"],
+)
+def test_faults_of_keys_split_between_blocks_are_told(text: str, message: str, book: CaseBook) -> None:
+    right = rendered("forward_decode", "float16", "sm_90a", (), block_m=16, num_warps=2)
+    instead = "if (false) error = cudaMemsetAsync" if "Memset" in text else ""
+    with pytest.raises(IllegalAccess, match=message):
+        check_cases(host_kernel_of(without(right, text, instead)), book)
 
 
 def test_the_cases_have_the_ideas_of_a_gpus_few_blocks_and_rows_at_odd_elements() -> None:

@@ -13,7 +13,8 @@ from tilewright.tuner.mask_text import MaskShape, parse_mask
 from tilewright.tuner.workloads import WorkloadRow, load_workload, parse_workload, shipped_workloads
 
 SHIPPED = {
-    *("anchors", "blocksparse", "dense", "density", "longcontext", "longformer", "quick", "scaling", "skew", "topk"),
+    *("anchors", "blocksparse", "decode", "dense", "density"),
+    *("longcontext", "longformer", "quick", "scaling", "skew", "topk"),
 }
 
 SHAPE = MaskShape(batch=2, num_heads=3, seqlen_q=96, seqlen_kv=96, seed=7)

@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--workload",
         default="quick",
         metavar="NAME|FILE.toml",
-        help="the problems: quick, longformer, longcontext, blocksparse, dense, anchors, topk, or a file"
+        help="the problems: quick, longformer, longcontext, blocksparse, dense, decode, anchors, topk, or a file"
         " (default: quick)",
     )
     parser.add_argument(
