@@ -122,6 +122,10 @@ inline void cp_async_wait() {
 #include "matrices.h"
 #include "warpgroups.h"
 
+inline SharedMatrix uniform(SharedMatrix matrix, int line = __builtin_LINE()) {
+    return {reinterpret_cast<const unsigned char*>(__shfl_sync(0xffffffffu, uintptr_t(matrix.start), 0, 32, line)), matrix.chunk_bytes};
+}
+
 // CUDA's run-time interface, as far as launching needs it.
 typedef void* cudaStream_t;
 enum cudaError_t {

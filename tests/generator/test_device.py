@@ -57,7 +57,7 @@ WARPGROUPS = {
     *("Mbarrier", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive", "mbarrier_arrive_expect", "mbarrier_wait"),
     *("named_barrier_sync", "named_barrier_arrive", "registers_release", "registers_acquire"),
     *("TensorMap", "BOX_COLUMNS", "make_tensor_map", "bulk_load", "fence_proxy_async"),
-    *("WARPGROUP", "SharedMatrix", "shared_matrix"),
+    *("WARPGROUP", "SharedMatrix", "shared_matrix", "uniform"),
     *("wgmma_fence", "wgmma_keys", "wgmma_values", "wgmma_commit", "wgmma_wait"),
 }
 """What it defines for families of wgmma."""
