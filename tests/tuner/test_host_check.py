@@ -169,6 +169,27 @@ def test_a_right_kernel_of_a_choice_passes(
     assert found.report.cases >= 12
 
 
+def in_small_segments(one: Rendered) -> Rendered:
+    """The kernel with so few entries of a list in a segment, and in a part of one, that small regions have several."""
+    one = without(one, "SEGMENT_ENTRIES = 65535", "SEGMENT_ENTRIES = 160")
+    return without(one, " PART_ENTRIES = 8192", " PART_ENTRIES = 33")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "arch"), [("selected_key", "bfloat16", "sm_80"), ("selected_wgmma", "bfloat16", "sm_90a")]
+)
+def test_regions_of_several_segments_are_put_together(
+    family: str, dtype: str, arch: str, choice_book: CaseBook
+) -> None:
+    small = in_small_segments(choice(family, dtype, arch))
+    found = check_cases(host_kernel_of(small), choice_book)
+    assert found.report.ok, found.report.message
+    # Without the beginning of its segment an entry is another's.
+    wrong = without(small, "segment_of(item, row) * at.segment_groups + of_segment", "of_segment")
+    with pytest.raises(IllegalAccess, match=r"a race for byte \d+ of workspace"):
+        check_cases(host_kernel_of(wrong), choice_book)
+
+
 def test_the_sample_has_every_operation() -> None:
     sample = kernels_to_check(["sm_80"], [family_named(name) for name in ("ladder", "select_mma", "selected_key")])
     assert {kernel.operation for kernel in sample.kernels} == {operation.name for operation in all_operations()}
