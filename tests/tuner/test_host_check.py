@@ -193,7 +193,7 @@ def test_regions_of_several_segments_are_put_together(
         check_cases(host_kernel_of(wrong), choice_book)
 
 
-@pytest.mark.parametrize(("seqlen", "most_mib"), [(131072, 256)])
+@pytest.mark.parametrize(("seqlen", "most_mib"), [(32768, 64), (131072, 256)])
 @pytest.mark.parametrize(("family", "arch"), [("selected_key", "sm_80"), ("selected_wgmma", "sm_90a")])
 def test_a_long_call_takes_little_memory(family: str, arch: str, seqlen: int, most_mib: int) -> None:
     loaded = host_kernel_of(choice(family, "bfloat16", arch, head_dim=64))
