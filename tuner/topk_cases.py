@@ -213,6 +213,7 @@ SELECTED_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("blocks of 100, entries outside", 1, 2, 1, 300, 1025, 100, 6, lists="outside"),
     ChoiceShape("blocks of 256", 1, 2, 2, 200, 1025, 256, 2),
     ChoiceShape("long lists, blocks of 3", 1, 1, 1, 33, 1025, 3, 100),
+    ChoiceShape("more places in a head's lists than 16 bits count", 1, 1, 1, 1100, 1701, 1, 64),
     ChoiceShape("every block listed", 1, 2, 2, 131, 300, 64, 5, lists="all"),
     ChoiceShape("every block listed, groups of 16", 1, 3, 1, 70, 257, 16, 17, query_group=16, shared=True, lists="all"),
     ChoiceShape("nothing listed", 1, 2, 2, 67, 129, 16, 2, lists="none"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tilewright.generator.abi import ARGUMENTS
 from tilewright.generator.errors import IllegalAccess, InvalidInput, LaunchFailed, Outcome, TimedOut
 from tilewright.generator.family import family_named
 from tilewright.generator.host_build import MODULE_NAME, build_host, sanitizer_libraries
@@ -63,11 +64,13 @@ def rendered(
     raise LookupError(f"no default of {family} with {axes} is legal")
 
 
-def choice(family: str, dtype: str = "float16", arch: str = "sm_80", causal: bool = False) -> Rendered:
-    """The same of a family that chooses blocks, or attends to chosen ones."""
+def choice(
+    family: str, dtype: str = "float16", arch: str = "sm_80", causal: bool = False, head_dim: int | None = None
+) -> Rendered:
+    """The same of a family that chooses blocks, or attends to chosen ones; for head_dim 64 where it starts there."""
     sizes = {"batch": 1, "num_heads": 8, "num_kv_heads": 8, "seqlen_q": 4096, "seqlen_kv": 4096}
     chosen = family_named(family)
-    sizes["head_dim"] = 64 if chosen.instructions == "wgmma" else 16
+    sizes["head_dim"] = head_dim or (64 if chosen.instructions == "wgmma" else 16)
     problem = Selection(64, 16, 8, 1, causal).problem(chosen.operation, dtype=dtype, target=arch, **sizes)
     specs = [VariantSpec.from_values(family, {"mask_form": "selected", **values}) for values in chosen.defaults]
     kernels = [kernel_of(problem, spec) for spec in specs]
@@ -169,6 +172,42 @@ def test_a_right_kernel_of_a_choice_passes(
     assert found.report.skipped == ()
     assert [name for name, _ in found.case_ms] == [case.name for case in choice_book.cases_for(one.kernel)]
     assert found.report.cases >= 12
+
+
+def in_small_segments(one: Rendered) -> Rendered:
+    """The kernel with so few entries of a list in a segment, and in a part of one, that small regions have several."""
+    one = without(one, "SEGMENT_ENTRIES = 65535", "SEGMENT_ENTRIES = 160")
+    return without(one, " PART_ENTRIES = 8192", " PART_ENTRIES = 33")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "arch"), [("selected_key", "bfloat16", "sm_80"), ("selected_wgmma", "bfloat16", "sm_90a")]
+)
+def test_regions_of_several_segments_are_put_together(
+    family: str, dtype: str, arch: str, choice_book: CaseBook
+) -> None:
+    small = in_small_segments(choice(family, dtype, arch))
+    found = check_cases(host_kernel_of(small), choice_book)
+    assert found.report.ok, found.report.message
+    # Without the beginning of its segment an entry is another's.
+    wrong = without(small, "segment_of(item, row) * at.segment_groups + of_segment", "of_segment")
+    with pytest.raises(IllegalAccess, match=r"a race for byte \d+ of workspace"):
+        check_cases(host_kernel_of(wrong), choice_book)
+
+
+@pytest.mark.parametrize(("seqlen", "most_mib"), [(32768, 64), (131072, 256)])
+@pytest.mark.parametrize(("family", "arch"), [("selected_key", "sm_80"), ("selected_wgmma", "sm_90a")])
+def test_a_long_call_takes_little_memory(family: str, arch: str, seqlen: int, most_mib: int) -> None:
+    loaded = host_kernel_of(choice(family, "bfloat16", arch, head_dim=64))
+    heads, top, block = 8, 16, 64
+    sizes = {"batch": 1, "num_heads": heads, "num_kv_heads": heads, "num_choosers": heads, "query_group": 1}
+    sizes |= {"seqlen_q": seqlen, "seqlen_kv": seqlen, "num_groups": seqlen}
+    sizes |= {"block_size": block, "num_blocks": seqlen // block, "list_width": top}
+    names = [argument.name for argument in ARGUMENTS[loaded.kernel.operation]]
+    assert sizes.keys() <= set(names)
+    workspace = loaded.workspace_bytes([sizes.get(name, 0) for name in names])
+    lists_and_sums = heads * seqlen * (4 * top + 4 + 4)  # indices, counts, lse
+    assert workspace + lists_and_sums <= most_mib * 2**20
 
 
 def test_the_sample_has_every_operation() -> None:
