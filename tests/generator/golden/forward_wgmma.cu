@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=forward warpgroups=1
 // attention_forward, bfloat16, head_dim 128, sm_90a, mask terms: and_blocks
-// digest 1204f65190db3405
+// digest e2ca429d86aaaedd
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on Hopper's tensor cores, after FlashAttention-3. A block's last warpgroup
 // loads: it finds the tiles and fills a ring of stages through the copy engine. Each of the others owns BLOCK_M query rows; its
@@ -44,6 +44,9 @@ constexpr bool HAS_SCATTERED = HAS_STRIDE || HAS_TOKENS;
 constexpr bool HAS_BRACKET = HAS_WINDOW || HAS_SCATTERED || HAS_OR_BLOCKS;
 
 constexpr bool HAS_GATHERED = false;  // tiles may hold scattered keys, packed
+// Whether in some tiles that are not FULL each row sees an interval of keys, and whether there are others.
+constexpr bool HAS_INTERVALS = false && !HAS_TOKENS;
+constexpr bool HAS_OTHERS = !HAS_INTERVALS || HAS_SCATTERED;
 __device__ __forceinline__ int larger(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int lowest_bit(uint32_t word) { return __ffs(int(word)) - 1; }
@@ -167,7 +170,8 @@ struct TensorMaps {
     TensorMap query, key, value;
     bool usable;   // else rows are copied one by one
     bool aligned;  // rows_are_aligned
-    unsigned* tiles_taken;  // by persistent blocks: how many query tiles
+    unsigned query_tiles;   // of all heads
+    unsigned* tiles_taken;  // by persistent blocks: how many of those
 };
 
 // sizes and strides of [batch, heads, rows, HEAD_DIM], in elements.
@@ -378,8 +382,9 @@ __device__ __forceinline__ QueryTile query_tile(const Arguments& args, unsigned 
     return at;
 }
 
-// A KV tile, and for each warpgroup its kind there in four bits: a TileKind, or IDLE when none of its pairs is active.
-constexpr int IDLE = 15;
+// A KV tile, and for each warpgroup its kind there in four bits: a TileKind, INTERVAL where each row sees an interval of keys, or
+// IDLE when none of its pairs is active.
+constexpr int INTERVAL = 4, IDLE = 15;
 struct GroupTile {
     Tile tile;  // one that stops at 0 says that there are no more
     int kinds;
@@ -675,7 +680,7 @@ __device__ __forceinline__ unsigned take_tile(const TensorMaps& maps) {
 
 // load: what one thread of the last warpgroup does. It finds the tiles and has the copy engine fetch them, or the copying warps
 // where the engine cannot.
-__device__ __forceinline__ void load(const Arguments& args, const TensorMaps& maps, unsigned query_tiles, SharedTiles& shared) {
+__device__ __forceinline__ void load(const Arguments& args, const TensorMaps& maps, SharedTiles& shared) {
     RingPlace<REQUESTS> request_place;
     const auto request_rows = [&](const CopyRequest& request) {
         mbarrier_wait(&shared.request_empty[request_place.stage], request_place.parity ^ 1);
@@ -722,7 +727,7 @@ __device__ __forceinline__ void load(const Arguments& args, const TensorMaps& ma
             shared.taken[round % 2] = index;
             mbarrier_arrive(&shared.taken_full[round % 2]);
         }
-        if (index >= query_tiles) break;
+        if (index >= maps.query_tiles) break;
         shared.at = query_tile(args, index);
         const QueryTile& at = shared.at;
         if constexpr (PERSISTENT) index = take_tile(maps);  // early: it takes a while
@@ -799,7 +804,7 @@ struct RowState {
 // scores: acc_s = Q K^T, [BLOCK_M, BLOCK_N], not scaled; issued, not waited for.
 __device__ __forceinline__ void issue_keys(const BoxedTile<BLOCK_M>& smem_q, const BoxedTile<BLOCK_N>& smem_k, Scores& acc_s) {
     wgmma_fence();
-    const SharedMatrix query = shared_matrix(&smem_q, 0), key = shared_matrix(&smem_k, 0);
+    const SharedMatrix query = uniform(shared_matrix(&smem_q, 0)), key = uniform(shared_matrix(&smem_k, 0));
 #pragma unroll
     for (int d = 0; d < DIM_BLOCKS; ++d) {
         const int box = d / 4, within = d % 4 * 32;  // 16 columns are 32 bytes
@@ -812,10 +817,36 @@ __device__ __forceinline__ void issue_keys(const BoxedTile<BLOCK_M>& smem_q, con
 // accumulate: acc_o += P V, [BLOCK_M, HEAD_DIM]; issued, not waited for.
 __device__ __forceinline__ void issue_values(const Probabilities& p, const BoxedTile<BLOCK_N>& smem_v, Output& acc_o) {
     wgmma_fence();
-    const SharedMatrix value = shared_matrix(&smem_v, sizeof(smem_v.boxes[0]));
+    const SharedMatrix value = uniform(shared_matrix(&smem_v, sizeof(smem_v.boxes[0])));
 #pragma unroll
     for (int n = 0; n < KEY_BLOCKS; ++n) wgmma_values<Element, HEAD_DIM>(acc_o, p[n], value.plus(n * 16 * BOX_COLUMNS * 2));
     wgmma_commit();
+}
+
+// Scores of keys outside each row's interval become -inf.
+__device__ __forceinline__ void apply_intervals(const Arguments& args, const QueryTile& at, const Tile& tile, int first_row,
+                                                Scores& acc_s) {
+    const int lane_idx = threadIdx.x % 32, first_column = tile.start + lane_idx % 4 * 2;
+    int begin[2], end[2];  // of columns 8n + e
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = smaller(first_row + half * 8 + lane_idx / 4, at.row_stop - 1);
+        const RowMask mask = row_mask(args, at.batch, at.head, row);
+        begin[half] = (HAS_WINDOW ? mask.window_begin : mask.begin) - first_column;
+        end[half] = smaller(HAS_WINDOW ? mask.window_end : mask.end, tile.stop) - first_column;
+    }
+    if (__any_sync(WARP, larger(begin[0], begin[1]) > 0)) {
+#pragma unroll
+        for (int i = 0; i < 8 * KEY_BLOCKS; ++i) {
+            if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) acc_s[i] = NEGATIVE_INFINITY;
+        }
+    }
+    if (__any_sync(WARP, smaller(end[0], end[1]) < BLOCK_N)) {
+#pragma unroll
+        for (int i = 0; i < 8 * KEY_BLOCKS; ++i) {
+            if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) acc_s[i] = NEGATIVE_INFINITY;
+        }
+    }
 }
 
 // Scores of pairs that are not active become -inf.
@@ -919,9 +950,9 @@ __device__ __forceinline__ void store_rows(const Output& acc_o, const float (&fa
 }
 
 // What the other warpgroups do.
-__device__ __forceinline__ void compute(const Arguments& args, const TensorMaps& maps, unsigned query_tiles,
-                                        SharedTiles& shared) {
-    const int group = threadIdx.x / WARPGROUP, warp_row = threadIdx.x % WARPGROUP / 32 * 16, lane_idx = threadIdx.x % 32;
+__device__ __forceinline__ void compute(const Arguments& args, const TensorMaps& maps, SharedTiles& shared) {
+    const int group = __shfl_sync(WARP, threadIdx.x / WARPGROUP, 0);  // of one value, as the compiler then knows
+    const int warp_row = threadIdx.x % WARPGROUP / 32 * 16, lane_idx = threadIdx.x % 32;
     const float scale_log2 = float(args.softmax_scale * 1.4426950408889634);  // log2(e): the softmax works in powers of 2
     // -inf * scale must be -inf, and the largest score the one with the largest product: else scores are scaled one by one.
     const bool scale_folds = scale_log2 > 0.0f;
@@ -946,7 +977,7 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
         if constexpr (PERSISTENT) {
             mbarrier_wait(&shared.taken_full[round % 2], round / 2 % 2);
             index = shared.taken[round % 2];
-            if (index >= query_tiles) return;
+            if (index >= maps.query_tiles) return;
         }
         // Read again where a mask or the end asks for it: the loop over tiles has no register to spare.
         QueryTile& at = shared.computed[threadIdx.x / 32];
@@ -993,23 +1024,22 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
                 for (int i = 0; i < 8 * KEY_BLOCKS; ++i) acc_s[i] *= scale_log2;
             }
             if (next.kind(group) == FULL) return;
+            if (HAS_INTERVALS && (!HAS_OTHERS || next.kind(group) == INTERVAL)) {
+                return apply_intervals(args, at, next.tile, first_row(), acc_s);
+            }
             Visible visible;
             visible_pairs(args, at, {next.tile.start, next.tile.stop, next.kind(group)}, next.covered_begin, next.covered_end,
                           first_row(), visible);
             apply_mask(visible, acc_s);
         };
 
-        // Past 12 blocks the descriptors of queries and keys overflow the uniform registers: a shuffle for each tile keeps the
-        // queries' out of them, for the compiler cannot take it out of the loop.
-        const auto smem_q = [&]() -> const BoxedTile<BLOCK_M>& {
-            return shared.smem_q[DIM_BLOCKS > 12 ? __shfl_sync(WARP, group, 0) : group];
-        };
+        const BoxedTile<BLOCK_M>& smem_q = shared.smem_q[group];
         mbarrier_wait(&shared.query_full, round % 2);
         look();
         while (find_tile(-1)) {
             // scores
             begin_turn();
-            issue_keys(smem_q(), shared.smem_k[place.stage], acc_s);
+            issue_keys(smem_q, shared.smem_k[place.stage], acc_s);
             end_turn();
             wgmma_wait<0>(acc_s);
             release(&shared.key_empty[place.stage]);
@@ -1025,7 +1055,7 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
             while (find_tile(values.stage)) {
                 begin_turn();
                 // scores of this tile, accumulate the one before
-                issue_keys(smem_q(), shared.smem_k[place.stage], acc_s);
+                issue_keys(smem_q, shared.smem_k[place.stage], acc_s);
                 mbarrier_wait(&shared.value_full[values.stage], values.parity);
                 issue_values(p, shared.smem_v[values.stage], acc_o);
                 end_turn();
@@ -1102,15 +1132,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         mbarrier_init_fence();
     }
     __syncthreads();
-    const int64_t tiles_q = (int64_t(args.seqlen_q) + QUERY_ROWS - 1) / QUERY_ROWS;
-    const unsigned query_tiles = unsigned(tiles_q * args.num_heads * args.batch);
     if (threadIdx.x / WARPGROUP == WARPGROUPS) {
         registers_release<LOAD_REGISTERS>();
-        if (threadIdx.x % WARPGROUP == 0) load(args, maps, query_tiles, shared);
+        if (threadIdx.x % WARPGROUP == 0) load(args, maps, shared);
         if (threadIdx.x % WARPGROUP >= WARPGROUP - COPIERS && (HAS_GATHERED || !maps.usable)) copy(args, maps, shared);
     } else {
         registers_acquire<COMPUTE_REGISTERS>();
-        compute(args, maps, query_tiles, shared);
+        compute(args, maps, shared);
     }
 }
 
@@ -1131,6 +1159,7 @@ cudaError_t launch_blocks(const Arguments& args, unsigned blocks, cudaStream_t s
     int multiprocessors = 0;
     cudaError_t error = prepare(args.device, &multiprocessors);
     TensorMaps maps = map_tensors(args);
+    maps.query_tiles = blocks;
     if (!PERSISTENT || error != cudaSuccess) {
         return error != cudaSuccess ? error : launch_grid(attention_forward, blocks, THREADS, SMEM_BYTES, stream, args, maps);
     }

@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=forward warpgroups=1
 // What kernel.cu says of the GPU, in CUDA's headers and PTX: bfloat16, wgmma, sm_90a
-// digest 1204f65190db3405
+// digest e2ca429d86aaaedd
 #pragma once
 
 #include <cuda_bf16.h>
@@ -214,6 +214,10 @@ struct SharedMatrix {
 __device__ __forceinline__ SharedMatrix shared_matrix(const void* start, int chunk_bytes) {
     return {(shared_address(start) & 0x3ffffu) >> 4 | unsigned(chunk_bytes) >> 4 << 16};
 }
+
+// The same matrix, by a shuffle, which tells the compiler that it is one for the whole warp: else it may keep it in ordinary registers
+// and move each product's descriptors to uniform ones.
+__device__ __forceinline__ SharedMatrix uniform(SharedMatrix matrix) { return {__shfl_sync(0xffffffffu, matrix.low, 0)}; }
 
 // What was written to registers so far is seen by the products issued from here on.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
