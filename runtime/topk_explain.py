@@ -11,11 +11,11 @@ from torch import Tensor
 from tilewright.runtime.attention import Explanation, explain
 from tilewright.runtime.call import scale_of, wants_gradient
 from tilewright.runtime.call_problem import stage_problem
-from tilewright.runtime.dispatch import Choice
+from tilewright.runtime.dispatch import DISPATCHER, Choice
 from tilewright.runtime.selection import SELECT_BLOCKS
 from tilewright.runtime.topk_call import settle
 from tilewright.runtime.topk_ops import choose, listed
-from tilewright.runtime.topk_stages import attention_choice, block_choices
+from tilewright.runtime.topk_stages import attention_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +23,19 @@ class TopkExplanation:
     """Which kernels answer a call of `topk_attention`, and why. `str()` of it reads as text.
 
     select_blocks: what chooses; None where every block is in and `attention` answers. attention: what attends.
-    select_few: what chooses for heads of smaller budgets, up to its problem's top_blocks, where that is another kernel.
     """
 
     select_blocks: Explanation | None
     attention: Explanation
-    select_few: Explanation | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
         choosing = None if self.select_blocks is None else self.select_blocks.to_dict()
-        few = {} if self.select_few is None else {"select_few": self.select_few.to_dict()}
-        return {"select_blocks": choosing, **few, "attention": self.attention.to_dict()}
+        return {"select_blocks": choosing, "attention": self.attention.to_dict()}
 
     def __str__(self) -> str:
         choosing = "every block is in\n" if self.select_blocks is None else f"choose: {self.select_blocks}\n"
-        few = "" if self.select_few is None else f"choose few: {self.select_few}\n"
-        return f"{choosing}{few}attend: {self.attention}"
+        return f"{choosing}attend: {self.attention}"
 
 
 def explain_topk(
@@ -78,10 +74,9 @@ def explain_topk(
     lists = choose(query, key, call, softmax_scale)
     selection = listed(call, lists[0])
     if call.choosing.budgets:
-        choices = block_choices(query, key, call.budgets, selection)
+        chooses = DISPATCHER.stage(SELECT_BLOCKS, query, key, selection).choice
     else:
         problem = stage_problem(SELECT_BLOCKS, query, key, selection)
-        choices = (Choice(problem, None, "fallback", "PyTorch chooses where top_k is a share to cover"),)
+        chooses = Choice(problem, None, "fallback", "PyTorch chooses where top_k is a share to cover")
     attends = attention_choice(query, key, *lists, selection)
-    chooses, *few = map(Explanation.of, choices)
-    return TopkExplanation(chooses, Explanation.of(attends), *few)
+    return TopkExplanation(Explanation.of(chooses), Explanation.of(attends))

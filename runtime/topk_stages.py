@@ -13,7 +13,6 @@ from tilewright.runtime.dispatch import DISPATCHER, Choice, Prepared
 from tilewright.runtime.masks import Mask
 from tilewright.runtime.selected_launch import run_select, run_selected
 from tilewright.runtime.selection import SELECT_BLOCKS, SELECTED_ATTENTION, Selection
-from tilewright.runtime.topk_shares import shares_of
 
 MASKED_SEQLEN = 4096
 """Up to so many keys a mask over blocks answers where no kernel for lists exists: it was 4 to 6 times as fast as
@@ -48,18 +47,15 @@ def choose_blocks(query: Tensor, key: Tensor, budgets: tuple[int, ...], selectio
     """Stage 1 of a checked call: `indices` and `counts` as `run_select` returns them."""
     check_strides(query, key, key)
     lists = (query.shape[0], selection.num_choosers, selection.num_groups(query.shape[2]))
-    indices = torch.empty((*lists, selection.list_width), dtype=torch.int32, device=query.device)
-    if indices.numel() == 0:
-        return indices, torch.zeros(lists, dtype=torch.int32, device=query.device)
+    if 0 in lists or selection.list_width == 0:
+        empty = torch.empty((*lists, selection.list_width), dtype=torch.int32, device=query.device)
+        return empty, torch.zeros(lists, dtype=torch.int32, device=query.device)
     stage = DISPATCHER.stage(SELECT_BLOCKS, query, key, selection)
-    if stage.loaded is None:
-        DISPATCHER.say_fallback(stage.choice)
-        return topk_ranking.choose(query, key, budgets_on(query.device, budgets), selection)
-    counts = torch.empty(lists, dtype=torch.int32, device=query.device)
-    for share in shares_of(DISPATCHER, stage, query, key, budgets, selection):
-        on_device, most = budgets_on(query.device, share.budgets), share.top_blocks
-        run_select(share.loaded, query, key, on_device, selection, indices, counts, top_blocks=most)
-    return indices, counts
+    on_device = budgets_on(query.device, budgets)
+    if stage.loaded is not None:
+        return run_select(stage.loaded, query, key, on_device, selection)
+    DISPATCHER.say_fallback(stage.choice)
+    return topk_ranking.choose(query, key, on_device, selection)
 
 
 def attend_chosen(
@@ -87,14 +83,6 @@ def attend_chosen(
         return DISPATCHER.run(masked, query, key, value, scale)
     DISPATCHER.say_fallback(stage.choice)
     return topk_fallback.attend(query, key, value, indices, counts, selection, scale)
-
-
-def block_choices(query: Tensor, key: Tensor, budgets: tuple[int, ...], selection: Selection) -> tuple[Choice, ...]:
-    """What `choose_blocks` runs, and why: for the widest budgets, then for narrower ones if another kernel does."""
-    stage = DISPATCHER.stage(SELECT_BLOCKS, query, key, selection)
-    if stage.loaded is None:
-        return (stage.choice,)
-    return tuple(share.choice for share in shares_of(DISPATCHER, stage, query, key, budgets, selection))
 
 
 def attention_choice(query: Tensor, key: Tensor, indices: Tensor, counts: Tensor, selection: Selection) -> Choice:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.runtime import masks, topk_stages
 from tilewright.runtime.dispatch import DISPATCHER, Choice
-from tilewright.runtime.selection import Selection
+from tilewright.runtime.selection import SELECT_BLOCKS, Selection
 from tilewright.runtime.topk import topk_attention
 from tilewright.tuner.baselines import MASK_SHARE_OF_FREE_MEMORY, free_bytes
 from tilewright.tuner.peers import ANOTHER, Call, Ready, Setting
@@ -103,7 +103,7 @@ def _said(choice: Choice) -> str:
 
 
 def _stage1_choice(call: TopkCall) -> str:
-    return " and ".join(map(_said, topk_stages.block_choices(call.query, call.key, call.budgets, call.selection)))
+    return _said(DISPATCHER.stage(SELECT_BLOCKS, call.query, call.key, call.selection).choice)
 
 
 def _stage2_choice(call: TopkCall, lists: Lists) -> str:

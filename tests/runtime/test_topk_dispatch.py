@@ -18,7 +18,7 @@ from tilewright.generator.errors import ToolMissing
 from tilewright.generator.problem import Problem
 from tilewright.generator.space import default_variant, families_for, legal_variants
 from tilewright.generator.variant import VariantSpec
-from tilewright.runtime import dispatch, topk_stages
+from tilewright.runtime import dispatch, topk_explain, topk_stages
 from tilewright.runtime.dispatch import DISPATCHER, Dispatcher
 from tilewright.runtime.environment import device_name
 from tilewright.runtime.records import Winner
@@ -160,6 +160,7 @@ def test_no_compiler_means_pytorch_and_is_said_once_for_each_stage(
     monkeypatch.delenv("CXX", raising=False)
     one = Dispatcher()
     monkeypatch.setattr(topk_stages, "DISPATCHER", one)
+    monkeypatch.setattr(topk_explain, "DISPATCHER", one)
     with caplog.at_level(logging.WARNING, logger="tilewright"):
         for _ in range(2):
             got = tw.topk_attention(query, key, value, block_size=16, top_k=4, return_lse=True, return_indices=True)
