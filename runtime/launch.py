@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,7 +133,10 @@ class LoadedKernel:
         if self._workspace_bytes is None:
             code = self._launch(*values)
         else:
-            size = self._workspace_bytes(*values, 0)
+            # Asked with its device the current one: a kernel may prepare itself there, and count multiprocessors.
+            elsewhere = query.is_cuda and torch.cuda.current_device() != query.device.index
+            with torch.cuda.device(query.device) if elsewhere else nullcontext():
+                size = self._workspace_bytes(*values, 0)
             workspace = self.workspace(size, query.device) if size else None
             code = self._launch(*values, 0 if workspace is None else workspace.data_ptr())
         if code:

@@ -198,3 +198,18 @@ def test_every_family_is_reached() -> None:
     query, key, value = inputs()
     problem = DISPATCHER.prepare(query, key, value, None).choice.problem
     assert {spec.family for spec in legal_variants(problem)} == names
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 16])
+@pytest.mark.parametrize("name", ["dense", "causal"])
+def test_few_queries_split_their_keys(name: str, kv_heads: int) -> None:
+    query, key, value = inputs(3, 4099, heads=16, kv_heads=kv_heads)
+    assert_right(query, key, value, mask_of(name))
+
+
+@pytest.mark.skipif(not HAVE_CUDA or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("seqlen_q", [1, 300])
+def test_another_device_than_the_current_one_answers(seqlen_q: int) -> None:
+    query, key, value = (tensor.to("cuda:1") for tensor in inputs(seqlen_q, 4099, head_dim=128))
+    assert torch.cuda.current_device() == 0
+    assert_right(query, key, value, None)
