@@ -115,8 +115,8 @@ def test_a_time_limit_of_nothing_checks_nothing(capsys: pytest.CaptureFixture[st
     [
         (("--arch", "sm_99"), "unknown architecture 'sm_99'; known: cpu, sm_75"),
         (("--arch", "cpu"), "--arch must be a GPU's, got cpu; known: sm_75, "),
-        (("--family", "forward"), "unknown kernel family 'forward'; known: forward_wgmma, "),
-        (("--family", "forward_cpu"), "--family must be one of CUDA kernels, got forward_cpu; known: forward_wgmma, "),
+        (("--family", "forward"), "unknown kernel family 'forward'; known: forward_decode, "),
+        (("--family", "forward_cpu"), "--family must be one of CUDA kernels, got forward_cpu; known: forward_decode, "),
         (("--variants", "0"), "--variants must be 1 or more, got 0"),
         (("--pairs", "0"), "--pairs must be above 0 and at most 100 percent, got 0"),
         (("--jobs", "0"), "--jobs must be 1 or more, got 0"),

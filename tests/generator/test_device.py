@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tilewright.generator import render as render_module
-from tilewright.generator.abi import WITH_WORKSPACE
 from tilewright.generator.arch import arch_named
 from tilewright.generator.family import Family, all_families, family_named
 from tilewright.generator.problem import MaskClass, Problem
@@ -204,7 +203,6 @@ def device_header(arch: str, dtype: str, instructions: str, operation: str = "at
             spec=spec,
             arch=arch_named(arch),
             family=dataclasses.replace(family, instructions=instructions),
-            has_workspace=operation in WITH_WORKSPACE,
             digest="0" * 16,
         )
     )

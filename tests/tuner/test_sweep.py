@@ -81,7 +81,7 @@ def test_every_variant_has_a_line_and_a_second_sweep_adds_what_is_missing(
         assert line.samples >= 1
         assert line.max_error is not None
         assert len(line.kernel) == 16
-        assert "16 cases within bounds" in line.message
+        assert "17 cases within bounds" in line.message
     assert result.best is not None
     assert result.best.time_us == min(line.time_us for line in added if line.time_us)
 

@@ -89,7 +89,7 @@ def test_a_right_kernel_is_verified_and_timed(worker: Worker, kernel: Kernel, go
     assert len(measured.times_us) >= 5
     assert measured.max_error is not None
     assert 0 < measured.max_error < 1e-2
-    assert "16 cases within bounds; tuned shape: " in measured.message
+    assert "17 cases within bounds; tuned shape: " in measured.message
 
 
 def test_an_impossible_limit_stops_early(worker: Worker, kernel: Kernel, good: Path) -> None:
@@ -106,13 +106,13 @@ def test_a_survey_checks_as_much_and_lets_the_slow_be(
     assert measured.outcome is Outcome.OK, measured.message
     assert not measured.stopped_early
     assert len(measured.times_us) >= 5
-    assert "16 cases within bounds; tuned shape: " in measured.message
+    assert "17 cases within bounds; tuned shape: " in measured.message
     slow = worker.survey(kernel, good, limit_us=0.001)
     assert slow.outcome is Outcome.OK
     assert slow.stopped_early
     assert len(slow.times_us) <= 2
     assert slow.time_us == min(slow.times_us)
-    assert slow.message == "16 cases within bounds; too slow to repeat"
+    assert slow.message == "17 cases within bounds; too slow to repeat"
     assert worker.survey(kernel, faulty["writes_zeros"]).outcome is Outcome.WRONG
 
 

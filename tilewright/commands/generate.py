@@ -35,6 +35,7 @@ MASKS = (
 """What is generated unless --mask says otherwise: a mask for each mask form and the dense case."""
 
 SEQLEN, HEADS = 4096, 8  # any: lengths and heads are arguments of a kernel
+FEW_QUERIES = 4  # for families that are for few
 
 PIPE_WIDTH = 200
 FAILED = 1
@@ -150,7 +151,7 @@ def _rendered(args: argparse.Namespace) -> Iterator[Rendered]:
             specs += [(problem, spec) for problem, spec in defaults if spec is not None]
         for family in families:
             seen: set[tuple[str, AxisValue]] = set()
-            for problem in _one_a_dtype([p for p in problems if p.operation == family.operation]):
+            for problem in _one_a_dtype([problem for problem in problems if family_default(problem, family)]):
                 for spec in covering_sample(problem, family):
                     # Some values are legal for some dtypes only, so each is asked; most add nothing.
                     if not seen.issuperset(spec.values().items()):
@@ -177,7 +178,7 @@ def _families(args: argparse.Namespace) -> list[Family]:
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
-    """One for each dtype, head dim and mask, the first mask's first: it allows the most mask forms.
+    """One for each dtype, head dim and mask, the first mask's first: it allows the most mask forms. Few queries last.
 
     Where no mask is asked for, those of chosen blocks too: for groups of queries first, which all their families take.
     """
@@ -191,6 +192,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
         for mask in args.mask or MASKS
         for dtype, head_dim in kinds
     ]
+    rows += [dataclasses.replace(row, num_kv_heads=1, seqlen_q=FEW_QUERIES, seqlen_kv=SEQLEN) for row in rows]
     if not args.mask:
 
         def chosen(operation: str, dtype: str, head_dim: int, group: int, *, causal: bool) -> WorkloadRow:
