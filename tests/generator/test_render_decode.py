@@ -113,7 +113,6 @@ def test_queries_are_kept_in_registers_where_they_fit() -> None:
 @pytest.mark.parametrize(
     ("arch", "head_dim", "heads", "terms"),
     [
-        ("sm_90a", 128, (32, 8), ("bound",)),
         ("sm_90a", 128, (32, 1), ("window", "stride")),
         ("sm_90a", 256, (32, 8), ("and_bits",)),
         ("sm_80", 64, (32, 8), ("bound", "and_blocks")),
