@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tilewright.generator.abi import ARGUMENTS
 from tilewright.generator.variant import Kernel
-from tilewright.runtime.launch import LoadedKernel
+from tilewright.runtime.launch import WORKSPACE_ALIGNED, LoadedKernel
 
-ALIGNED = 256
-"""What a kernel may expect of its workspace's address, in bytes; it also is the room that is watched on either side."""
+ALIGNED = WORKSPACE_ALIGNED
+"""In bytes; it also is the room that is watched on either side."""
 
 POISON = 0xA5
 

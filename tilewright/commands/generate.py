@@ -178,7 +178,7 @@ def _families(args: argparse.Namespace) -> list[Family]:
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
-    """One for each dtype, head dim and mask, the first mask's first: it allows the most mask forms. Few queries last.
+    """One for each dtype, head dim and mask, the first mask's first: it allows the most mask forms; then few queries.
 
     Where no mask is asked for, those of chosen blocks too: for groups of queries first, which all their families take.
     """
