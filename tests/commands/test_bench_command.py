@@ -241,6 +241,8 @@ def test_a_variant_is_read_as_it_is_printed() -> None:
     spec = variant_named("forward_wmma/gather 64x64 num_stages=1", problem)
     assert variant_named(spec.name, problem) == spec
     assert dict(spec.axes)["num_stages"] == 1
+    # the form that was asked for, not the one that the family's first default has
+    assert variant_named("forward_mma/analytic 64x64", problem).mask_form == "analytic"
     for text, message in (
         ("gather 64x32", "--variant must be FAMILY/FORM"),
         ("forward_simt/gather 64x33", "block_n of forward_simt must be one of"),

@@ -86,7 +86,7 @@ def _dispatched(problem: Problem, device: torch.device) -> VariantSpec:
 
 
 def variant_named(name: str, problem: Problem) -> VariantSpec:
-    """The variant whose `VariantSpec.name` this is; axes left out are the family's default's.
+    """The variant whose `VariantSpec.name` this is; axes left out are the family's first default's of that mask form.
 
     Raises `InvalidInput` for text that is none, or a variant that is not legal for the problem.
     """
@@ -99,7 +99,9 @@ def variant_named(name: str, problem: Problem) -> VariantSpec:
         raise InvalidInput(f"--variant must be FAMILY/FORM MxN AXIS=VALUE ..., as variants are printed; got {name!r}")
     family = family_named(found[1])
     given = {"block_m": found[3], "block_n": found[4], **dict(part.split("=") for part in found[5].split())}
-    values: dict[str, AxisValue] = {"mask_form": found[2], **family.defaults[0]}
+    form = found[2]
+    default = next((each for each in family.defaults if each.get("mask_form", form) == form), family.defaults[0])
+    values: dict[str, AxisValue] = {**default, "mask_form": form}
     for axis, text in given.items():
         allowed = {str(value): value for value in family.axes.get(axis, ())}
         if text not in allowed:
