@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=forward warpgroups=1
 // attention_forward, bfloat16, head_dim 128, sm_90a, mask terms: and_blocks
-// digest e2ca429d86aaaedd
+// digest fe04007097a96f1f
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on Hopper's tensor cores, after FlashAttention-3. A block's last warpgroup
 // loads: it finds the tiles and fills a ring of stages through the copy engine. Each of the others owns BLOCK_M query rows; its
@@ -382,15 +382,19 @@ __device__ __forceinline__ QueryTile query_tile(const Arguments& args, unsigned 
     return at;
 }
 
-// A KV tile, and for each warpgroup its kind there in four bits: a TileKind, INTERVAL where each row sees an interval of keys, or
-// IDLE when none of its pairs is active.
-constexpr int INTERVAL = 4, IDLE = 15;
+// A KV tile, and for each warpgroup its kind there: a TileKind, INTERVAL where each row sees an interval of keys, IDLE when none of
+// its pairs is active, or NO_TILE when there are no more tiles, in all.
+constexpr int INTERVAL = 4, IDLE = -1, NO_TILE = -2;
 struct GroupTile {
-    Tile tile;  // one that stops at 0 says that there are no more
-    int kinds;
+    Tile tile;  // one that stops at 0 where there are no more
+    int kinds[WARPGROUPS];
     int covered_begin, covered_end;  // the TileIterator's
 
-    __device__ __forceinline__ int kind(int group) const { return kinds >> (4 * group) & 15; }
+    __device__ __forceinline__ void clear(int kind) {
+        *this = {};
+#pragma unroll
+        for (int& each : kinds) each = kind;
+    }
 };
 
 // Every warpgroup has a list of its own, as fine as its rows: the lists are merged, and a tile is visited once for all whose next
@@ -408,12 +412,11 @@ class GroupTiles {
 #pragma unroll
         for (int g = 0; g < WARPGROUPS; ++g) first = smaller(first, place_[g]);
         if (first == NONE) return false;
-        next.kinds = next.covered_begin = next.covered_end = 0;
+        next.clear(IDLE);
 #pragma unroll
         for (int g = 0; g < WARPGROUPS; ++g) {
             const bool here = place_[g] == first;
-            if (here) next.tile = ahead_[g];
-            next.kinds |= (here ? ahead_[g].kind : IDLE) << (4 * g);
+            if (here) next.tile = ahead_[g], next.kinds[g] = ahead_[g].kind;
             if (here) advance(g, true);
         }
         return true;
@@ -672,6 +675,9 @@ struct RingPlace {
 // Named barriers.
 constexpr int COPIED = 1, TURN = 2;
 
+// Whether, where that is rare: what depends on it then lies apart, and the loop over tiles is in one piece.
+__device__ __forceinline__ bool rarely(bool condition) { return __builtin_expect(condition, false); }
+
 // The next query tile that no block has taken; past the last: there is none.
 __device__ __forceinline__ unsigned take_tile(const TensorMaps& maps) {
     if constexpr (PERSISTENT) return atomicAdd(maps.tiles_taken, 1u);
@@ -735,7 +741,7 @@ __device__ __forceinline__ void load(const Arguments& args, const TensorMaps& ma
         GroupTile next;
         bool is_first = true;
         do {
-            if (!tiles.next(next)) next = {};
+            if (!tiles.next(next)) next.clear(NO_TILE);
             mbarrier_wait(&shared.key_empty[place.stage], place.parity ^ 1);
             shared.tiles[place.stage] = next;
             load_tile(at, next.tile, KEY, place.stage, &maps.key, shared.smem_k[place.stage], &shared.key_full[place.stage]);
@@ -804,7 +810,7 @@ struct RowState {
 // scores: acc_s = Q K^T, [BLOCK_M, BLOCK_N], not scaled; issued, not waited for.
 __device__ __forceinline__ void issue_keys(const BoxedTile<BLOCK_M>& smem_q, const BoxedTile<BLOCK_N>& smem_k, Scores& acc_s) {
     wgmma_fence();
-    const SharedMatrix query = uniform(shared_matrix(&smem_q, 0)), key = uniform(shared_matrix(&smem_k, 0));
+    const SharedMatrix query = uniform(shared_matrix(&smem_q, 0)), key = shared_matrix(&smem_k, 0);
 #pragma unroll
     for (int d = 0; d < DIM_BLOCKS; ++d) {
         const int box = d / 4, within = d % 4 * 32;  // 16 columns are 32 bytes
@@ -817,7 +823,7 @@ __device__ __forceinline__ void issue_keys(const BoxedTile<BLOCK_M>& smem_q, con
 // accumulate: acc_o += P V, [BLOCK_M, HEAD_DIM]; issued, not waited for.
 __device__ __forceinline__ void issue_values(const Probabilities& p, const BoxedTile<BLOCK_N>& smem_v, Output& acc_o) {
     wgmma_fence();
-    const SharedMatrix value = uniform(shared_matrix(&smem_v, sizeof(smem_v.boxes[0])));
+    const SharedMatrix value = shared_matrix(&smem_v, sizeof(smem_v.boxes[0]));
 #pragma unroll
     for (int n = 0; n < KEY_BLOCKS; ++n) wgmma_values<Element, HEAD_DIM>(acc_o, p[n], value.plus(n * 16 * BOX_COLUMNS * 2));
     wgmma_commit();
@@ -856,6 +862,17 @@ __device__ __forceinline__ void apply_mask(const Visible& visible, Scores& acc_s
         const int half = i / 2 % 2;
         if ((visible[0][half % VISIBLE_WORDS] >> visible_bit(half, i / 4, i % 2) & 1u) == 0u) acc_s[i] = NEGATIVE_INFINITY;
     }
+}
+
+// Scores of pairs that a tile's mask rules out become -inf. kind: this warpgroup's.
+__device__ __forceinline__ void mask_scores(const Arguments& args, const QueryTile& at, const GroupTile& tile, int kind,
+                                            int first_row, Scores& acc_s) {
+    if (HAS_INTERVALS && (!HAS_OTHERS || kind == INTERVAL)) {
+        return apply_intervals(args, at, tile.tile, first_row, acc_s);
+    }
+    Visible visible;
+    visible_pairs(args, at, {tile.tile.start, tile.tile.stop, kind}, tile.covered_begin, tile.covered_end, first_row, visible);
+    apply_mask(visible, acc_s);
 }
 
 // softmax, first half: the running maximum. Whether it grew past the threshold somewhere in the warp; then factor says by how
@@ -977,7 +994,7 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
         if constexpr (PERSISTENT) {
             mbarrier_wait(&shared.taken_full[round % 2], round / 2 % 2);
             index = shared.taken[round % 2];
-            if (index >= maps.query_tiles) return;
+            if (__any_sync(WARP, index >= maps.query_tiles)) return;
         }
         // Read again where a mask or the end asks for it: the loop over tiles has no register to spare.
         QueryTile& at = shared.computed[threadIdx.x / 32];
@@ -993,100 +1010,74 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
 #pragma unroll
         for (int i = 0; i < 8 * DIM_BLOCKS; ++i) acc_o[i] = 0.0f;
 
-        GroupTile next;
-        bool holds_query = true;
-        const auto look = [&] {  // at the next tile, when its keys are there
-            mbarrier_wait(&shared.key_full[place.stage], place.parity);
-            next = shared.tiles[place.stage];
+        const BoxedTile<BLOCK_M>& smem_q = shared.smem_q[group];
+        RingPlace<NUM_STAGES> values = place;
+        bool has_values = false;  // p waits for its product with the values of that stage
+        const auto issue_waiting = [&] {
+            mbarrier_wait(&shared.value_full[values.stage], values.parity);
+            issue_values(p, shared.smem_v[values.stage], acc_o);
         };
-        // From the tile that was looked at to the next with an active pair of this warpgroup. False: there is none, or values
-        // that wait to be accumulated are in the way, in the stage (none: -1) that the loading thread needs to go on.
-        const auto find_tile = [&](int waiting_stage) {
-            while (next.tile.stop == 0 || next.kind(group) == IDLE) {
-                const bool is_end = next.tile.stop == 0;
-                if (PERSISTENT && is_end && holds_query) release(&shared.query_empty);
-                if (is_end) holds_query = false;
-                if (waiting_stage >= 0 && (is_end || waiting_stage == place.stage)) return false;
+        const auto accumulate = [&] {
+            issue_waiting();
+            wgmma_wait<0>(acc_o);
+            release(&shared.value_empty[values.stage]);
+            has_values = false;
+        };
+        mbarrier_wait(&shared.query_full, round % 2);
+        for (;; place.advance()) {
+            mbarrier_wait(&shared.key_full[place.stage], place.parity);
+            // All lanes read the same. Votes tell the compiler so: then the stage, and with it the products' descriptors, stay in
+            // uniform registers.
+            const int kind = shared.tiles[place.stage].kinds[group];
+            if (rarely(__any_sync(WARP, kind < 0))) {
+                const bool is_end = __any_sync(WARP, kind == NO_TILE);
+                // Waiting values must not keep the stage that the loading thread needs to go on.
+                if (PERSISTENT && is_end) release(&shared.query_empty);
+                if (has_values && (is_end || values.stage == place.stage)) accumulate();
                 if (!is_end) begin_turn();
                 if (!is_end) end_turn();
                 release(&shared.key_empty[place.stage]);
                 mbarrier_wait(&shared.value_full[place.stage], place.parity);
                 release(&shared.value_empty[place.stage]);
-                place.advance();
-                if (is_end) return false;
-                look();
+                if (is_end) break;
+                continue;
             }
-            return true;
-        };
-        const auto scale_and_mask = [&] {
-            if (!scale_folds) {
-#pragma unroll
-                for (int i = 0; i < 8 * KEY_BLOCKS; ++i) acc_s[i] *= scale_log2;
-            }
-            if (next.kind(group) == FULL) return;
-            if (HAS_INTERVALS && (!HAS_OTHERS || next.kind(group) == INTERVAL)) {
-                return apply_intervals(args, at, next.tile, first_row(), acc_s);
-            }
-            Visible visible;
-            visible_pairs(args, at, {next.tile.start, next.tile.stop, next.kind(group)}, next.covered_begin, next.covered_end,
-                          first_row(), visible);
-            apply_mask(visible, acc_s);
-        };
-
-        const BoxedTile<BLOCK_M>& smem_q = shared.smem_q[group];
-        mbarrier_wait(&shared.query_full, round % 2);
-        look();
-        while (find_tile(-1)) {
-            // scores
             begin_turn();
+            // scores of this tile, accumulate the one before
             issue_keys(smem_q, shared.smem_k[place.stage], acc_s);
+            if (rarely(!has_values)) {
+                wgmma_wait<0>(acc_s);
+            } else {
+                issue_waiting();
+            }
             end_turn();
-            wgmma_wait<0>(acc_s);
+            wgmma_wait<1>(acc_s);
+            // What the tile says of itself may be overwritten once its keys are released.
+            const bool is_full = !__any_sync(WARP, kind != FULL);
+            GroupTile tile;
+            if (rarely(!is_full)) tile = shared.tiles[place.stage];
             release(&shared.key_empty[place.stage]);
 
             // softmax
-            scale_and_mask();
-            if (update_max(acc_s, score_scale, rows, factor)) rescale(factor, acc_o);
+            if (rarely(!scale_folds)) {
+#pragma unroll
+                for (int i = 0; i < 8 * KEY_BLOCKS; ++i) acc_s[i] *= scale_log2;
+            }
+            if (rarely(!is_full)) mask_scores(args, at, tile, kind, first_row(), acc_s);
+            const bool grew = update_max(acc_s, score_scale, rows, factor);
+            // The maximum beside this warpgroup's product with V, the exponentials beside others' products.
+            wgmma_wait<0>(acc_o);
+            if (has_values) release(&shared.value_empty[values.stage]);
+            if (rarely(grew)) rescale(factor, acc_o);
             exponentiate(score_scale, acc_s, rows);
             pack_probabilities(acc_s, p);
-            RingPlace<NUM_STAGES> values = place;
-            place.advance();
-            look();
-            while (find_tile(values.stage)) {
-                begin_turn();
-                // scores of this tile, accumulate the one before
-                issue_keys(smem_q, shared.smem_k[place.stage], acc_s);
-                mbarrier_wait(&shared.value_full[values.stage], values.parity);
-                issue_values(p, shared.smem_v[values.stage], acc_o);
-                end_turn();
-                wgmma_wait<1>(acc_s);
-                release(&shared.key_empty[place.stage]);
-
-                // softmax
-                scale_and_mask();
-                const bool grew = update_max(acc_s, score_scale, rows, factor);
-                exponentiate(score_scale, acc_s, rows);
-                const int accumulated = values.stage;
-                values = place;
-                place.advance();
-                // Beside the product, unless the loading thread waits for its stage before it comes to the next tile.
-                const bool look_early = accumulated != values.stage;
-                if (look_early) look();
-                wgmma_wait<0>(acc_o);
-                release(&shared.value_empty[accumulated]);
-                if (!look_early) look();
-                if (grew) rescale(factor, acc_o);
-                pack_probabilities(acc_s, p);
-            }
-            // accumulate the last
-            mbarrier_wait(&shared.value_full[values.stage], values.parity);
-            issue_values(p, shared.smem_v[values.stage], acc_o);
-            wgmma_wait<0>(acc_o);
-            release(&shared.value_empty[values.stage]);
+            values = place;
+            has_values = true;
         }
+        place.advance();
 
         // finish
-        if (first_row() < at.row_stop) {
+        if (__any_sync(WARP, first_row() < at.row_stop)) {
             const int block_row = first_row();
             Element* out = static_cast<Element*>(args.out) + at.batch * args.o_stride_b + at.head * args.o_stride_h;
             float* lse = static_cast<float*>(args.lse) + (int64_t(at.batch) * args.num_heads + at.head) * args.seqlen_q;
