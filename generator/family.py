@@ -31,7 +31,8 @@ class Family:
     cost: expression; variants are tried from the smallest. complexity: expression; between equals the smallest wins.
     proven: whether its defaults ran right through every case on a GPU of the project. Else they run nowhere untuned,
     and the tuner, which verifies on the spot what it measures, may choose it.
-    workspace: whether its launches ask for scratch, where those of its operation do not anyway.
+    workspace: whether its launches ask for scratch, where those of its operation do not anyway: all, none, or those of
+    variants for which an expression holds (see `legality.has_workspace`).
     """
 
     name: str
@@ -51,7 +52,7 @@ class Family:
     problem_rules: tuple[tuple[str, str], ...] = ()
     worth_rules: tuple[tuple[str, str], ...] = ()
     proven: bool = True
-    workspace: bool = False
+    workspace: bool | str = False
 
 
 def _read(name: str, text: str) -> Family:
@@ -84,9 +85,10 @@ def _read(name: str, text: str) -> Family:
         raise InvalidInput(f"{where} lacks {error}") from error
     if family.language not in ("cpp", "cuda"):
         raise InvalidInput(f"{where}: language must be cpp or cuda, got {family.language}")
-    for key, flag in (("proven", family.proven), ("workspace", family.workspace)):
-        if not isinstance(flag, bool):
-            raise InvalidInput(f"{where}: {key} must be true or false, got {flag!r}")
+    if not isinstance(family.proven, bool):
+        raise InvalidInput(f"{where}: proven must be true or false, got {family.proven!r}")
+    if not isinstance(family.workspace, bool | str):
+        raise InvalidInput(f"{where}: workspace must be true, false or an expression, got {family.workspace!r}")
     if family.purpose not in ("main", "ladder"):
         raise InvalidInput(f"{where}: purpose must be main or ladder, got {family.purpose}")
     unknown = [form for form in family.mask_forms if form not in MASK_FORMS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.generator.abi import WITH_WORKSPACE
 from tilewright.generator.arch import Arch, arch_named
 from tilewright.generator.errors import InvalidInput
 from tilewright.generator.expression import evaluate
@@ -63,6 +64,14 @@ def derived_values(kernel: Kernel) -> dict[str, Any]:
     for name, expression in family_named(kernel.spec.family).derived.items():
         names[name] = evaluate(expression, names)
     return names
+
+
+def has_workspace(kernel: Kernel) -> bool:
+    """Whether a kernel's launches take scratch: its operation's do, or its family's of such variants."""
+    if kernel.operation in WITH_WORKSPACE:
+        return True
+    asks = family_named(kernel.spec.family).workspace
+    return asks if isinstance(asks, bool) else bool(evaluate(asks, derived_values(kernel)))
 
 
 def mask_form_reason(form: str, terms: tuple[str, ...]) -> str | None:

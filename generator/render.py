@@ -10,11 +10,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.generator.abi import WITH_WORKSPACE, arguments_of
+from tilewright.generator.abi import arguments_of
 from tilewright.generator.arch import arch_named
 from tilewright.generator.errors import IllegalVariant
 from tilewright.generator.family import family_named
-from tilewright.generator.legality import derived_values, legality
+from tilewright.generator.legality import derived_values, has_workspace, legality
 from tilewright.generator.variant import Kernel
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def render(kernel: Kernel, templates: Path | None = None) -> Rendered:
     reason = legality(kernel)
     if reason is not None:
         raise IllegalVariant(f"{kernel.spec.name} for {kernel.dtype} D{kernel.head_dim} on {kernel.arch}: {reason}")
-    family = family_named(kernel.spec.family)
+    family, workspace = family_named(kernel.spec.family), has_workspace(kernel)
     context = {
         "kernel": kernel,
         "spec": kernel.spec,
         "family": family,
         "arch": arch_named(kernel.arch),
-        "arguments": arguments_of(kernel.operation, workspace=family.workspace),
-        "has_workspace": family.workspace or kernel.operation in WITH_WORKSPACE,
+        "arguments": arguments_of(kernel.operation, workspace=workspace),
+        "has_workspace": workspace,
         "digest": _PLACEHOLDER,
         **derived_values(kernel),
     }

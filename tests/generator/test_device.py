@@ -12,6 +12,7 @@ import pytest
 from tilewright.generator import render as render_module
 from tilewright.generator.arch import arch_named
 from tilewright.generator.family import Family, all_families, family_named
+from tilewright.generator.legality import has_workspace
 from tilewright.generator.problem import MaskClass, Problem
 from tilewright.generator.render import Rendered, render
 from tilewright.generator.resources import compile_sources
@@ -166,7 +167,7 @@ def test_a_kernel_says_nothing_else_of_cuda(family: Family, arch: str) -> None:
         assert set(re.findall(r"#include <(.+)>", code)) <= STANDARD_HEADERS
         assert set(re.findall(r"\b__\w+", code)) <= KEYWORDS | INTRINSICS
         assert set(re.findall(r"\batomic[A-Z_]\w*", code)) <= INTRINSICS | BETWEEN_BLOCKS
-        if kernel.operation == "attention_forward" and not family.workspace:
+        if not has_workspace(kernel):
             assert not set(re.findall(r"\b\w+\b", code)) & BETWEEN_BLOCKS
         assert set(re.findall(r"\bcuda\w+", code)) <= RUNTIME
         assert set(re.findall(r"\b(?:bulk|fence|mbarrier|named_barrier|registers|wgmma)_\w+", code)) <= WARPGROUPS

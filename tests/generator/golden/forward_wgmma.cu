@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=forward warpgroups=1
 // attention_forward, bfloat16, head_dim 128, sm_90a, mask terms: and_blocks
-// digest fe04007097a96f1f
+// digest 8da9d1f004acede7
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on Hopper's tensor cores, after FlashAttention-3. A block's last warpgroup
 // loads: it finds the tiles and fills a ring of stages through the copy engine. Each of the others owns BLOCK_M query rows; its
@@ -675,9 +675,6 @@ struct RingPlace {
 // Named barriers.
 constexpr int COPIED = 1, TURN = 2;
 
-// Whether, where that is rare: what depends on it then lies apart, and the loop over tiles is in one piece.
-__device__ __forceinline__ bool rarely(bool condition) { return __builtin_expect(condition, false); }
-
 // The next query tile that no block has taken; past the last: there is none.
 __device__ __forceinline__ unsigned take_tile(const TensorMaps& maps) {
     if constexpr (PERSISTENT) return atomicAdd(maps.tiles_taken, 1u);
@@ -1029,7 +1026,7 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
             // All lanes read the same. Votes tell the compiler so: then the stage, and with it the products' descriptors, stay in
             // uniform registers.
             const int kind = shared.tiles[place.stage].kinds[group];
-            if (rarely(__any_sync(WARP, kind < 0))) {
+            if (__any_sync(WARP, kind < 0)) {
                 const bool is_end = __any_sync(WARP, kind == NO_TILE);
                 // Waiting values must not keep the stage that the loading thread needs to go on.
                 if (PERSISTENT && is_end) release(&shared.query_empty);
@@ -1045,7 +1042,7 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
             begin_turn();
             // scores of this tile, accumulate the one before
             issue_keys(smem_q, shared.smem_k[place.stage], acc_s);
-            if (rarely(!has_values)) {
+            if (!has_values) {
                 wgmma_wait<0>(acc_s);
             } else {
                 issue_waiting();
@@ -1055,20 +1052,20 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
             // What the tile says of itself may be overwritten once its keys are released.
             const bool is_full = !__any_sync(WARP, kind != FULL);
             GroupTile tile;
-            if (rarely(!is_full)) tile = shared.tiles[place.stage];
+            if (!is_full) tile = shared.tiles[place.stage];
             release(&shared.key_empty[place.stage]);
 
             // softmax
-            if (rarely(!scale_folds)) {
+            if (!scale_folds) {
 #pragma unroll
                 for (int i = 0; i < 8 * KEY_BLOCKS; ++i) acc_s[i] *= scale_log2;
             }
-            if (rarely(!is_full)) mask_scores(args, at, tile, kind, first_row(), acc_s);
+            if (!is_full) mask_scores(args, at, tile, kind, first_row(), acc_s);
             const bool grew = update_max(acc_s, score_scale, rows, factor);
             // The maximum beside this warpgroup's product with V, the exponentials beside others' products.
             wgmma_wait<0>(acc_o);
             if (has_values) release(&shared.value_empty[values.stage]);
-            if (rarely(grew)) rescale(factor, acc_o);
+            if (grew) rescale(factor, acc_o);
             exponentiate(score_scale, acc_s, rows);
             pack_probabilities(acc_s, p);
             values = place;
@@ -1151,20 +1148,7 @@ cudaError_t launch_blocks(const Arguments& args, unsigned blocks, cudaStream_t s
     cudaError_t error = prepare(args.device, &multiprocessors);
     TensorMaps maps = map_tensors(args);
     maps.query_tiles = blocks;
-    if (!PERSISTENT || error != cudaSuccess) {
-        return error != cudaSuccess ? error : launch_grid(attention_forward, blocks, THREADS, SMEM_BYTES, stream, args, maps);
-    }
-    // A counter of this launch's own: others may run beside it.
-    void* counter = nullptr;
-    error = cudaMallocAsync(&counter, sizeof(unsigned), stream);
-    if (error != cudaSuccess) return error;
-    error = cudaMemsetAsync(counter, 0, sizeof(unsigned), stream);
-    maps.tiles_taken = static_cast<unsigned*>(counter);
-    const unsigned resident = unsigned(multiprocessors) * BLOCKS_PER_SM;
-    if (blocks > resident) blocks = resident;
-    if (error == cudaSuccess) error = launch_grid(attention_forward, blocks, THREADS, SMEM_BYTES, stream, args, maps);
-    const cudaError_t freed = cudaFreeAsync(counter, stream);
-    return error != cudaSuccess ? error : freed;
+    return error != cudaSuccess ? error : launch_grid(attention_forward, blocks, THREADS, SMEM_BYTES, stream, args, maps);
 }
 
 }  // namespace
