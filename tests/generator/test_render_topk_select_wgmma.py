@@ -112,7 +112,7 @@ def test_causal_is_compiled_in() -> None:
         assert f"constexpr bool CAUSAL = {str(causal).lower()};" in source
 
 
-# As many threads as registers allow, rows of more than one box that do not fill the last, the widest; most of what is held in registers.
+# As many threads as registers allow, rows of more than one box that do not fill the last, the widest; more groups.
 SAMPLE = [
     kernel("float16", 64, variant()),
     kernel("bfloat16", 80, variant(64, 40)),
