@@ -51,7 +51,7 @@ def test_others_have_none(asked: Problem) -> None:
 
 def test_each_default_is_that_of_some_call() -> None:
     used = []
-    for head_dim, top in itertools.product(HEAD_DIMS, (8, 16, 25, 32, 40, 64)):
+    for head_dim, top in itertools.product(HEAD_DIMS, (8, 16, 25, 32, 40, 48, 64)):
         spec = family_default(problem(head_dim=head_dim, top=top), FAMILY)
         used.append(spec.values() if spec is not None else {})
     for entry in FAMILY.defaults:
@@ -70,10 +70,10 @@ def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int, top: i
     [
         (kernel("float16", 48, variant()), "would fill it with zeros"),
         (kernel("float16", 64, variant(), arch="sm_80"), "no wgmma instructions"),
-        (kernel("float16", 64, variant(groups=128)), "are for longer lists"),
+        (kernel("float16", 64, variant(capacity=40, groups=128)), "let little enough through"),
         (kernel("float16", 64, variant(64, 88)), "those let too much through"),
         (kernel("float16", 64, variant(192)), "too large for two blocks"),
-        (kernel("float16", 64, variant(192, 64, groups=256)), "registers for each of 384 threads"),
+        (kernel("float16", 128, variant(192, 76, 2, groups=256)), "registers for each of 384 threads"),
     ],
 )
 def test_the_reason_is_given(made: Kernel, reason: str) -> None:
@@ -85,10 +85,12 @@ def test_the_reason_is_given(made: Kernel, reason: str) -> None:
     [
         (problem(top=25), variant(), False, "cannot hold the best 25"),
         (problem(top=64), variant(64, 88, groups=128), False, "cannot hold the best 64"),
-        (problem(top=65), variant(64, 104, groups=128), False, "more than half of 128 groups"),
-        (problem(top=16), variant(64, 64, groups=128), True, "nearly as well with fewer than 128"),
-        (problem(top=24), variant(64, 88, groups=128), True, "need less"),
-        (problem(top=48), variant(64, 104, groups=128), True, "waste either"),
+        (problem(top=65), variant(64, 88, groups=128), False, "more than half of 128 groups"),
+        (problem(top=16), variant(groups=128), True, "nearly as well with fewer than 128"),
+        (problem(top=32), variant(64, 76, groups=256), True, "nearly as well with fewer than 256"),
+        (problem(top=24), variant(64, 76, groups=128), True, "need less"),
+        (problem(top=48), variant(64, 88, groups=128), True, "half as many scores again"),
+        (problem(top=64), variant(128, 88, groups=256), True, "leaves most of its cycles unused"),
         (problem(top=32), variant(64, 64, 4, groups=128), True, "little room for 4 stages"),
         (problem(top=64), variant(64, 104, groups=256), True, ""),
         (problem(top=12), variant(capacity=40), True, "often run full"),
@@ -117,7 +119,9 @@ SAMPLE = [
     kernel("float16", 64, variant()),
     kernel("bfloat16", 80, variant(64, 40)),
     kernel("float16", 256, variant(64, num_stages=2)),
-    kernel("bfloat16", 64, variant(192, 88, groups=128)),
+    kernel("float16", 64, variant(groups=128)),
+    kernel("bfloat16", 64, variant(192, 88, groups=256)),
+    kernel("bfloat16", 128, variant(192, 76, groups=128)),
     kernel("float16", 128, variant(64, 104, 2, groups=256)),
 ]
 
@@ -131,7 +135,7 @@ def test_a_covering_sample_spills_nothing(sample: Kernel, tmp_path: Path) -> Non
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize(("head_dim", "top"), [(64, 16), (64, 32), (64, 64), (128, 48), (256, 16)])
+@pytest.mark.parametrize(("head_dim", "top"), [(64, 16), (64, 32), (64, 40), (64, 64), (128, 48), (256, 16)])
 def test_defaults_spill_nothing(head_dim: int, top: int, tmp_path: Path) -> None:
     asked = problem(head_dim=head_dim, top=top)
     spec = family_default(asked, FAMILY)
