@@ -51,8 +51,8 @@ def test_others_have_none(asked: Problem) -> None:
 
 def test_each_default_is_that_of_some_call() -> None:
     used = []
-    for head_dim, top in itertools.product(HEAD_DIMS, (8, 16, 25, 32, 40, 48, 64)):
-        spec = family_default(problem(head_dim=head_dim, top=top), FAMILY)
+    for head_dim, top, block_size in itertools.product(HEAD_DIMS, (8, 16, 25, 32, 40, 48, 64), (16, 64)):
+        spec = family_default(problem(head_dim=head_dim, top=top, block_size=block_size), FAMILY)
         used.append(spec.values() if spec is not None else {})
     for entry in FAMILY.defaults:
         assert {"mask_form": "selected", **entry} in used, entry
@@ -92,6 +92,7 @@ def test_the_reason_is_given(made: Kernel, reason: str) -> None:
         (problem(top=48), variant(64, 88, groups=128), True, "half as many scores again"),
         (problem(top=64), variant(128, 88, groups=256), True, "leaves most of its cycles unused"),
         (problem(top=32), variant(64, 64, 4, groups=128), True, "little room for 4 stages"),
+        (problem(top=64, block_size=32), variant(192, 88, groups=256), True, "come near the best 64"),
         (problem(top=64), variant(64, 104, groups=256), True, ""),
         (problem(top=12), variant(capacity=40), True, "often run full"),
         (problem(top=11), variant(), True, "need less"),
