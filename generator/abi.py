@@ -99,16 +99,11 @@ _CHOICE_ARGUMENTS: tuple[Argument, ...] = (
 SELECT_ARGUMENTS: tuple[Argument, ...] = (
     *_arguments("pointer", "[batch, num_heads, seqlen_q, head_dim]", "query"),
     *_arguments("pointer", "[batch, num_kv_heads, seqlen_kv, head_dim]", "key"),
-    *_arguments(
-        "pointer",
-        "[num_choosers] int32, blocks that each takes, at most top_blocks; 0: its lists are another kernel's",
-        "budgets",
-    ),
+    *_arguments("pointer", "[num_choosers] int32, blocks that each of them takes, at most list_width", "budgets"),
     *_arguments("pointer", "[batch, num_choosers, num_groups, list_width] int32, ascending, then -1", "indices"),
     *_arguments("pointer", "[batch, num_choosers, num_groups] int32", "counts"),
     *_arguments("pointer", WORKSPACE_NOTE, "workspace"),
     *_CHOICE_ARGUMENTS,
-    *_arguments("int32", "the largest budget, by which the kernel was taken; list_width at most", "top_blocks"),
     *_arguments(
         "int32", "first blocks that are always in; blocks up to a query's own that are", "sink_blocks window_blocks"
     ),

@@ -33,13 +33,10 @@ def run_select(
     selection: Selection,
     indices: Tensor | None = None,
     counts: Tensor | None = None,
-    *,
-    top_blocks: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose blocks for [B, Hq, Nq, D] queries from [B, Hkv, Nkv, D] keys, any strides with the last one 1.
 
-    budgets: [num_choosers] int32 on the same device, from 1 to top_blocks, or 0: nothing of that chooser's lists and
-    counts is written. top_blocks: the largest budget, for which the kernel must be a legal one; as None, list_width.
+    budgets: [num_choosers] int32 on the same device, from 1 to list_width.
     Returns `indices` [B, num_choosers, groups, list_width] int32, ascending, -1 past the count, and `counts`
     [B, num_choosers, groups] int32, which may be given. Raises `LaunchFailed`, `OutOfMemory` or `IllegalAccess`.
     """
@@ -56,7 +53,6 @@ def run_select(
         return (
             *(query.data_ptr(), key.data_ptr(), budgets.data_ptr(), indices.data_ptr(), counts.data_ptr(), workspace),
             *_choice(query, key, selection),
-            selection.list_width if top_blocks is None else top_blocks,
             *(selection.sink_blocks, selection.window_blocks),
             *query.stride()[:3],
             *key.stride()[:3],

@@ -36,8 +36,7 @@ class ChoiceShape:
     """One case before its tensors are made; whether it is causal is the kernel's. Sizes in tokens, heads and blocks.
 
     top: places in a list, and what a chooser takes; more where more blocks are always in, fewer where there are fewer.
-    shared: a group of query heads shares its choice. uneven: choosers take different numbers of blocks. left: if not 0,
-    every second chooser has a budget of 0 and is left alone, and lists have so many more places, as for another kernel.
+    shared: a group of query heads shares its choice. uneven: choosers take different numbers of blocks.
     numbers: standard normal, `large` or `very_negative` logits, or `uniform_weights` (query 0, so that lse tells how
     many keys were seen); for choosing `integers` of few values with many equal scores, `equal_keys`, and integers with
     one NaN, or one infinity, in one block, with `few_finite` scores, the others -inf, or with the best blocks `spaced`
@@ -59,7 +58,6 @@ class ChoiceShape:
     query_group: int = 1
     shared: bool = False
     uneven: bool = False
-    left: int = 0
     sink_blocks: int = 0
     window_blocks: int = 0
     layout: Layout = "packed"
@@ -72,19 +70,17 @@ class ChoiceShape:
         whole = Selection(self.block_size, 1, *rest, self.sink_blocks, self.window_blocks)
         groups = torch.arange(whole.num_groups(self.seqlen_q))
         _, always = allowed_blocks(whole, self.seqlen_q, self.seqlen_kv, groups)
-        width = min(max(self.top, int(always.sum(1).max())) + self.left, whole.num_blocks(self.seqlen_kv))
+        width = min(max(self.top, int(always.sum(1).max())), whole.num_blocks(self.seqlen_kv))
         return Selection(self.block_size, width, *rest, self.sink_blocks, self.window_blocks)
 
     def budgets(self, selection: Selection) -> Tensor:
-        """[num_choosers] int32, blocks that each takes: at least what can be always in, or 0."""
-        budgets = torch.full((selection.num_choosers,), selection.list_width - self.left, dtype=torch.int32)
+        """[num_choosers] int32, blocks that each takes: at least what can be always in."""
+        budgets = torch.full((selection.num_choosers,), selection.list_width, dtype=torch.int32)
         if self.uneven:
             groups = torch.arange(selection.num_groups(self.seqlen_q))
             _, always = allowed_blocks(selection, self.seqlen_q, self.seqlen_kv, groups)
             steps = torch.arange(selection.num_choosers, dtype=torch.int32) * 7 % selection.list_width
             budgets = (budgets - steps).clamp(min=max(1, int(always.sum(1).max())))
-        if self.left:
-            budgets[1::2] = 0
         return budgets
 
 
@@ -114,23 +110,10 @@ SELECT_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("infinite keys in one block", 1, 2, 1, 65, 257, 16, 3, numbers="infinite_block"),
     ChoiceShape("few scores above -inf", 1, 2, 1, 130, 1025, 16, 12, numbers="few_finite"),
     ChoiceShape("the best blocks 64 apart", 1, 1, 1, 130, 4097, 1, 12, numbers="spaced"),
-    ChoiceShape("heads left alone, long lists", 2, 4, 2, 131, 1025, 16, 5, left=60),
-    ChoiceShape("key heads left alone, groups of 3", 1, 3, 3, 65, 321, 16, 4, query_group=3, left=9, layout="padded"),
-    ChoiceShape(
-        "left alone, sinks and a window, ties",
-        1,
-        4,
-        4,
-        257,
-        257,
-        16,
-        7,
-        left=6,
-        sink_blocks=2,
-        window_blocks=2,
-        uneven=True,
-        numbers="integers",
-    ),
+    ChoiceShape("2049 blocks, long lists per head", 1, 6, 2, 200, 2049, 1, 64, uneven=True),
+    ChoiceShape("600 blocks, lists of 32", 1, 2, 1, 131, 1199, 2, 32, window_blocks=1),
+    ChoiceShape("integers, long lists", 1, 2, 1, 130, 1025, 2, 64, sink_blocks=1, window_blocks=2, numbers="integers"),
+    ChoiceShape("the best blocks 64 apart, long lists", 1, 1, 1, 70, 4097, 1, 48, numbers="spaced"),
     ChoiceShape("large scores", 1, 2, 2, 129, 385, 48, 4, numbers="large"),
     ChoiceShape("very negative scores, ragged", 1, 2, 2, 77, 331, 64, 2, numbers="very_negative", layout="padded"),
     ChoiceShape("token offsets past 2^31", 1, 1, 1, 130, 130, 16, 3, layout="far_tokens"),
@@ -160,23 +143,9 @@ SELECT_HOST_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("infinite keys in one block", 1, 1, 1, 33, 129, 16, 3, numbers="infinite_block"),
     ChoiceShape("few scores above -inf", 1, 1, 1, 19, 513, 16, 6, numbers="few_finite"),
     ChoiceShape("the best blocks 64 apart", 1, 1, 1, 17, 1537, 1, 9, numbers="spaced"),
-    ChoiceShape("heads left alone, long lists", 1, 4, 2, 19, 513, 8, 5, left=60),
-    ChoiceShape("key heads left alone, groups of 3", 1, 2, 2, 17, 161, 16, 3, query_group=3, left=6, layout="padded"),
-    ChoiceShape(
-        "left alone, sinks and a window, ties",
-        1,
-        3,
-        3,
-        33,
-        129,
-        16,
-        7,
-        left=1,
-        sink_blocks=2,
-        window_blocks=2,
-        uneven=True,
-        numbers="integers",
-    ),
+    ChoiceShape("700 blocks, long lists per head", 1, 3, 1, 19, 700, 1, 32, uneven=True),
+    ChoiceShape("integers, long lists", 1, 1, 1, 9, 1025, 2, 64, sink_blocks=1, window_blocks=2, numbers="integers"),
+    ChoiceShape("the best blocks 64 apart, long lists", 1, 1, 1, 3, 2305, 1, 48, numbers="spaced"),
     ChoiceShape("large scores", 1, 1, 1, 33, 241, 48, 4, numbers="large"),
     ChoiceShape("very negative scores, ragged", 1, 1, 1, 37, 131, 64, 2, numbers="very_negative", layout="padded"),
     ChoiceShape("token offsets past 2^31", 1, 1, 1, 130, 130, 16, 3, layout="far_tokens"),

@@ -39,11 +39,6 @@ class Representatives:
     means: Tensor
     doubt: Tensor | None
 
-    def only(self, numbers: Tensor) -> Representatives:
-        """Those of some choosers."""
-        doubt = None if self.doubt is None else self.doubt.index_select(1, numbers)
-        return Representatives(self.means.index_select(1, numbers), doubt)
-
     def pick(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
         """Some of them in fp64, with their doubt."""
         return self.means[:, :, rows].double(), None if self.doubt is None else self.doubt[:, :, rows]
@@ -53,9 +48,8 @@ class Representatives:
 class ExpectedChoice:
     """What is needed to judge a choice.
 
-    choosers: int64 [n], those with a budget, of which `askers` and `budgets` are, or None for all: the lists of others
-    are left as they were. groups: int64 [n], those to judge, or None for all. exact: whether scores are exact in
-    float32, so that the choice is the reference's bit for bit.
+    groups: int64 [n], those to judge, or None for all. exact: whether scores are exact in float32, so that the choice
+    is the reference's bit for bit.
     """
 
     selection: Selection
@@ -64,13 +58,8 @@ class ExpectedChoice:
     askers: Representatives
     blocks: Representatives
     budgets: Tensor
-    choosers: Tensor | None
     groups: Tensor | None
     exact: bool
-
-    def of_choosers(self, tensor: Tensor) -> Tensor:
-        """What choosers with a budget have of [B, num_choosers, ...]."""
-        return tensor if self.choosers is None else tensor.index_select(1, self.choosers)
 
 
 def expect_choice(
@@ -82,9 +71,7 @@ def expect_choice(
     exact: bool = False,
     groups: Sequence[int] | None = None,
 ) -> ExpectedChoice:
-    """The answer of one call, of every group of queries or of these ascending ones; arguments as the oracle's, but that
-    a budget may be 0.
-    """
+    """The answer of one call, of every group of queries or of these ascending ones; arguments as the oracle's."""
     heads = query.shape[1] // selection.num_choosers
     askers = Representatives(group_means(query, selection), None)
     if selection.query_group * heads > 1 and not exact:
@@ -95,10 +82,6 @@ def expect_choice(
     if not exact:
         counts = block_counts(key.shape[2], selection.block_size, key.device)
         blocks = _doubted(blocks.means, key, key.abs().double(), counts, selection.block_size)
-    choosers = None
-    if bool((budgets == 0).any()):
-        choosers = budgets.nonzero().flatten()
-        askers, budgets = askers.only(choosers), budgets[choosers]
     return ExpectedChoice(
         selection,
         query.shape[2],
@@ -106,7 +89,6 @@ def expect_choice(
         askers,
         blocks,
         budgets,
-        choosers,
         None if groups is None else torch.tensor(list(groups), device=query.device),
         exact,
     )
@@ -147,8 +129,7 @@ def _unrounded(tensor: Tensor, means: Tensor, counts: Tensor, length: int) -> Te
     _GAP,
     _RATIO,
     _REPEAT,
-    _TAKEN,
-) = range(13)
+) = range(12)
 """Places in the statistics; `CHANGED`, of the inputs, is for the caller to fill, and `OUTSIDE` to add to."""
 
 Call = Callable[[Tensor, Tensor], object]
@@ -165,10 +146,7 @@ def examine_lists(call: Call, indices: Placed, counts: Placed, expected: Expecte
         kept.append((indices.view.clone(), counts.view.clone()))
     (first, first_counts), (second, second_counts) = kept
     stats = judge_lists(first, first_counts, expected)
-    for poisoned in (still_poisoned(first), still_poisoned(first_counts)):
-        judged = expected.of_choosers(poisoned)
-        stats[_UNWRITTEN] += judged.count_nonzero()
-        stats[_TAKEN] += (~poisoned).count_nonzero() - (~judged).count_nonzero()
+    stats[_UNWRITTEN] = still_poisoned(first).count_nonzero() + still_poisoned(first_counts).count_nonzero()
     stats[_REPEAT] = differing(first, second) + differing(first_counts, second_counts)
     stats[OUTSIDE] = indices.outside() + counts.outside()
     return stats
@@ -176,7 +154,7 @@ def examine_lists(call: Call, indices: Placed, counts: Placed, expected: Expecte
 
 def judge_lists(indices: Tensor, counts: Tensor, expected: ExpectedChoice) -> Tensor:
     """What is wrong with lists as they are, whoever made them: the statistics, fp64, on the device."""
-    stats = torch.zeros(13, dtype=torch.float64, device=indices.device)
+    stats = torch.zeros(12, dtype=torch.float64, device=indices.device)
     whole = torch.arange(indices.shape[2], device=indices.device)
     groups = whole if expected.groups is None else expected.groups
     a_group = indices.shape[0] * indices.shape[1] * expected.blocks.means.shape[2]
@@ -185,8 +163,6 @@ def judge_lists(indices: Tensor, counts: Tensor, expected: ExpectedChoice) -> Te
     per_head = indices.shape[1] // blocks.shape[1]
     blocks = blocks.repeat_interleave(per_head, 1)
     block_doubt = None if block_doubt is None else block_doubt.repeat_interleave(per_head, 1)
-    indices, counts, blocks = (expected.of_choosers(tensor) for tensor in (indices, counts, blocks))
-    block_doubt = None if block_doubt is None else expected.of_choosers(block_doubt)
     for start in range(0, len(groups), step):
         rows = groups[start : start + step]
         asker, doubt = expected.askers.pick(rows)
@@ -261,7 +237,6 @@ def _reason(stats: Sequence[float]) -> str | None:
         (CHANGED, "elements of the inputs were changed"),
         (OUTSIDE, "elements beside the outputs or the workspace were written"),
         (_UNWRITTEN, "output elements were never written"),
-        (_TAKEN, "output elements of choosers with a budget of 0 were written"),
         (_ENTRIES, "entries before a count are no block, or not greater than the entry before"),
         (_TAIL, "entries past a count are not -1"),
         (_FORBIDDEN, "blocks are chosen that may not be: after the query, or of a score of NaN or -inf"),

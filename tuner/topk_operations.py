@@ -53,8 +53,8 @@ COMMON_CHOICES: tuple[tuple[int, int, int, int], ...] = (
 COMMON_LENGTHS = (2048, 4096, 32768)
 """Queries and keys of those: short and long calls may ask for other families' defaults."""
 
-LIST_WIDTHS = (16, 48, 128, 240, 400)
-"""Blocks taken that ask for another default at one head dimension, whatever the length."""
+LIST_WIDTHS = (16, 26, 48, 128, 240, 400)
+"""Blocks taken that ask for another default at `VERIFIED_HEAD_DIMS`, whatever the length."""
 
 
 class ChoiceOperation(Operation):
@@ -86,9 +86,9 @@ class ChoiceOperation(Operation):
         for head_dim in OTHER_HEAD_DIMS:
             yield self._problem(COMMON_CHOICES[0], True, arch, dtype, head_dim)
         for width, group, heads in itertools.product(LIST_WIDTHS, (1, 64), (1, 8)):
-            for seqlen_q in (1, 64, 32768):
+            for head_dim, seqlen_q in itertools.product(VERIFIED_HEAD_DIMS, (1, 64, 32768)):
                 choice = (64, width, group, heads)
-                yield self._problem(choice, False, arch, dtype, VERIFIED_HEAD_DIMS[0], seqlen_q, 32768)
+                yield self._problem(choice, False, arch, dtype, head_dim, seqlen_q, 32768)
 
     def forms_to_verify(self, arch: Arch, dtype: str) -> Iterator[Problem]:
         return iter(())  # there is one form

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -104,24 +104,23 @@ class SelectCase(Prepared):
     selection: Selection
     inputs: Inputs
     expected: ExpectedChoice
-    top_blocks: int
 
     @classmethod
     def of(cls, shape: ChoiceShape, dtype: str, head_dim: int, causal: bool, device: torch.device) -> SelectCase:
         """The same numbers on every device."""
         query, key, _ = (t.to(device) for t in make_tensors(shape, dtype, head_dim, generator_of(shape)))
         selection = shape.selection(causal)
-        budgets = shape.budgets(selection)
-        inputs = Inputs.of(shape, (query, key), (budgets.to(device),))
-        expected = expect_choice(query, key, inputs.small[0].view, selection, exact=shape.numbers in EXACT)
-        return cls(shape, selection, inputs, expected, int(budgets.max()))
+        inputs = Inputs.of(shape, (query, key), (shape.budgets(selection).to(device),))
+        budgets = inputs.small[0].view
+        expected = expect_choice(query, key, budgets, selection, exact=shape.numbers in EXACT)
+        return cls(shape, selection, inputs, expected)
 
     @property
     def shape(self) -> ChoiceShape:
         return self.made_from
 
     def fits(self, kernel: Kernel) -> bool:
-        return case_fits(self.shape, replace(self.selection, list_width=self.top_blocks), kernel)
+        return case_fits(self.shape, self.selection, kernel)
 
     def examine(self, loaded: LoadedKernel, far: FarRoom) -> Tensor | None:
         taken = self.inputs.take(far)
@@ -129,8 +128,7 @@ class SelectCase(Prepared):
             return None
         (query, key), _ = taken
         guarded = GuardedWorkspace(loaded)
-        inputs = (query, key, self.inputs.small[0].view, self.selection)
-        call = partial(run_select, guarded, *inputs, top_blocks=self.top_blocks)
+        call = partial(run_select, guarded, query, key, self.inputs.small[0].view, self.selection)
         indices, counts = self._outputs()
         stats = examine_lists(call, indices, counts, self.expected)
         stats[topk_expected.OUTSIDE] += guarded.written_beside()
@@ -158,8 +156,7 @@ class SelectCase(Prepared):
         assert self.inputs.placed is not None
         query, key = (one.view for one in self.inputs.placed)
         indices, counts = (one.view for one in self._outputs())
-        inputs = (query, key, self.inputs.small[0].view, self.selection)
-        return run_select(loaded, *inputs, indices, counts, top_blocks=self.top_blocks)
+        return run_select(loaded, query, key, self.inputs.small[0].view, self.selection, indices, counts)
 
     def difference(self, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Difference:
         # Both may be right and differ, where scores are as near as rounding.

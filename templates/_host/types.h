@@ -129,6 +129,37 @@ TILEWRIGHT_INLINE uint32_t pack(float low, float high) {
     return from_float<Element>(low).bits | uint32_t(from_float<Element>(high).bits) << 16;
 }
 
+// Two halves in a word: of floats, rounded towards zero; as floats.
+TILEWRIGHT_INLINE uint32_t pack_halves_down(float low, float high) {
+    const auto down = [](float value) {
+        const float16 nearest = from_float<float16>(value);
+        const bool up = __builtin_fabsf(to_float(nearest)) > __builtin_fabsf(value);
+        return uint32_t(nearest.bits) - (up ? 1u : 0u);
+    };
+    return down(low) | down(high) << 16;
+}
+TILEWRIGHT_INLINE void from_halves(uint32_t word, float (&to)[2]) {
+    to[0] = to_float(float16{uint16_t(word)});
+    to[1] = to_float(float16{uint16_t(word >> 16)});
+}
+template <typename Work>
+TILEWRIGHT_INLINE uint32_t of_halves(uint32_t a, uint32_t b, const Work& work) {
+    float one[2], other[2];
+    from_halves(a, one);
+    from_halves(b, other);
+    return pack<float16>(work(one[0], other[0]), work(one[1], other[1]));
+}
+// Of each half: the larger, of NaN and a number the number; the sum; 1 where a >= b, else 0.
+TILEWRIGHT_INLINE uint32_t max_halves(uint32_t a, uint32_t b) {
+    return of_halves(a, b, [](float x, float y) { return __builtin_fmaxf(x, y); });
+}
+TILEWRIGHT_INLINE uint32_t add_halves(uint32_t a, uint32_t b) {
+    return of_halves(a, b, [](float x, float y) { return x + y; });
+}
+TILEWRIGHT_INLINE uint32_t halves_reach(uint32_t a, uint32_t b) {
+    return of_halves(a, b, [](float x, float y) { return x >= y ? 1.0f : 0.0f; });
+}
+
 // A word in memory is one float, or a pair of 2-byte elements.
 template <typename Element>
 TILEWRIGHT_INLINE void from_word(uint32_t word, float* to) {

@@ -61,12 +61,14 @@ WARPGROUPS = {
     *("wgmma_fence", "wgmma_keys", "wgmma_values", "wgmma_commit", "wgmma_wait"),
 }
 """What it defines for families of wgmma."""
+HALVES = {"pack_halves_down", "from_halves", "max_halves", "add_halves", "halves_reach"}
+"""What it defines for those that choose blocks."""
 WMMA = {
     *("accumulator", "fill_fragment", "fragment", "load_matrix_sync", "mma_sync", "store_matrix_sync"),
     *("matrix_a", "matrix_b", "col_major", "row_major", "mem_col_major", "mem_row_major"),
 }
 """What kernels may say after `wmma::`."""
-WORDS = sorted(KEYWORDS - {"__attribute__"} | INTRINSICS | RUNTIME | OWN | BETWEEN_BLOCKS | WARPGROUPS | WMMA)
+WORDS = sorted(KEYWORDS - {"__attribute__"} | INTRINSICS | RUNTIME | OWN | BETWEEN_BLOCKS | WARPGROUPS | HALVES | WMMA)
 
 STANDARD_HEADERS = {"atomic", "cstdint", "limits"}
 MASKS = (MaskClass(("window", "stride"), "sparse"), MaskClass(("bound", "and_blocks"), "blocks"), MaskClass((), "full"))
@@ -232,7 +234,9 @@ def test_a_header_has_the_sections_of_its_dtype_architecture_and_instructions() 
     assert defined("sm_80", "bfloat16", "mma") == OWN - {"float16", "load_fragment"}
     assert defined("sm_80", "float16", "mma", "select_blocks") == defined("sm_80", "float16", "mma") | BETWEEN_BLOCKS
     vocabulary = OWN | WARPGROUPS | {"shared_address", "plus", "descriptor"}
-    assert defined("sm_90a", "bfloat16", "wgmma") == vocabulary - matrices - {"float16", "load_fragment"}
+    vocabulary -= matrices | {"float16", "load_fragment"}
+    assert defined("sm_90a", "bfloat16", "wgmma") == vocabulary
+    assert defined("sm_90a", "bfloat16", "wgmma", "select_blocks") == vocabulary | BETWEEN_BLOCKS | HALVES
 
 
 @pytest.mark.nvcc

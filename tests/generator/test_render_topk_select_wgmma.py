@@ -21,8 +21,8 @@ FAMILY = family_named("select_wgmma")
 HEAD_DIMS = range(64, 257, 16)
 
 
-def variant(block_m: int = 128, capacity: int = 56, num_stages: int = 3) -> VariantSpec:
-    values = {"block_m": block_m, "capacity": capacity, "block_n": 64, "num_stages": num_stages}
+def variant(block_m: int = 128, capacity: int = 56, num_stages: int = 3, groups: int = 64) -> VariantSpec:
+    values = {"block_m": block_m, "groups": groups, "capacity": capacity, "block_n": 64, "num_stages": num_stages}
     return VariantSpec.from_values(FAMILY.name, {"mask_form": "selected", **values})
 
 
@@ -36,8 +36,14 @@ def test_every_head_dim_from_64_on_has_a_default_for_lists_of_up_to_24(dtype: st
         assert family_default(problem(head_dim=head_dim, top=top, dtype=dtype), FAMILY) is not None, (head_dim, top)
 
 
+@pytest.mark.parametrize("top", range(25, 65))
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128])
+def test_lists_of_up_to_64_have_one_where_heads_are_not_wide(head_dim: int, top: int) -> None:
+    assert family_default(problem(head_dim=head_dim, top=top), FAMILY) is not None
+
+
 @pytest.mark.parametrize(
-    "asked", [problem(head_dim=48), problem(top=25), problem(arch="sm_80"), problem(dtype="float32")], ids=str
+    "asked", [problem(head_dim=48), problem(top=80), problem(arch="sm_80"), problem(dtype="float32")], ids=str
 )
 def test_others_have_none(asked: Problem) -> None:
     assert family_default(asked, FAMILY) is None
@@ -45,15 +51,16 @@ def test_others_have_none(asked: Problem) -> None:
 
 def test_each_default_is_that_of_some_call() -> None:
     used = []
-    for head_dim, top in itertools.product(HEAD_DIMS, (8, 16)):
-        spec = family_default(problem(head_dim=head_dim, top=top), FAMILY)
+    for head_dim, top, block_size in itertools.product(HEAD_DIMS, (8, 16, 25, 32, 40, 48, 64), (16, 64)):
+        spec = family_default(problem(head_dim=head_dim, top=top, block_size=block_size), FAMILY)
         used.append(spec.values() if spec is not None else {})
     for entry in FAMILY.defaults:
         assert {"mask_form": "selected", **entry} in used, entry
 
 
-@pytest.mark.parametrize("top", [8, 16, 24])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "top"), [*itertools.product((64, 128, 256), (8, 16, 24)), *itertools.product((64, 128), (32, 48, 64))]
+)
 def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int, top: int) -> None:
     assert 1 <= len(legal_variants(problem(head_dim=head_dim, top=top), [FAMILY])) <= 16
 
@@ -63,6 +70,10 @@ def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int, top: i
     [
         (kernel("float16", 48, variant()), "would fill it with zeros"),
         (kernel("float16", 64, variant(), arch="sm_80"), "no wgmma instructions"),
+        (kernel("float16", 64, variant(capacity=40, groups=128)), "let little enough through"),
+        (kernel("float16", 64, variant(64, 88)), "those let too much through"),
+        (kernel("float16", 64, variant(192)), "too large for two blocks"),
+        (kernel("float16", 128, variant(192, 76, 2, groups=256)), "registers for each of 384 threads"),
     ],
 )
 def test_the_reason_is_given(made: Kernel, reason: str) -> None:
@@ -73,6 +84,16 @@ def test_the_reason_is_given(made: Kernel, reason: str) -> None:
     ("asked", "spec", "able", "reason"),
     [
         (problem(top=25), variant(), False, "cannot hold the best 25"),
+        (problem(top=64), variant(64, 88, groups=128), False, "cannot hold the best 64"),
+        (problem(top=65), variant(64, 88, groups=128), False, "more than half of 128 groups"),
+        (problem(top=16), variant(groups=128), True, "nearly as well with fewer than 128"),
+        (problem(top=32), variant(64, 76, groups=256), True, "nearly as well with fewer than 256"),
+        (problem(top=24), variant(64, 76, groups=128), True, "need less"),
+        (problem(top=48), variant(64, 88, groups=128), True, "half as many scores again"),
+        (problem(top=64), variant(128, 88, groups=256), True, "leaves most of its cycles unused"),
+        (problem(top=32), variant(64, 64, 4, groups=128), True, "little room for 4 stages"),
+        (problem(top=64, block_size=32), variant(192, 88, groups=256), True, "come near the best 64"),
+        (problem(top=64), variant(64, 104, groups=256), True, ""),
         (problem(top=12), variant(capacity=40), True, "often run full"),
         (problem(top=11), variant(), True, "need less"),
         (problem(head_dim=128), variant(), True, "leaves most of its cycles unused"),
@@ -94,16 +115,20 @@ def test_causal_is_compiled_in() -> None:
         assert f"constexpr bool CAUSAL = {str(causal).lower()};" in source
 
 
-# As many threads as registers allow, rows of more than one box that do not fill the last, the widest.
+# As many threads as registers allow, rows of more than one box that do not fill the last, the widest; more groups.
 SAMPLE = [
     kernel("float16", 64, variant()),
     kernel("bfloat16", 80, variant(64, 40)),
     kernel("float16", 256, variant(64, num_stages=2)),
+    kernel("float16", 64, variant(groups=128)),
+    kernel("bfloat16", 64, variant(192, 88, groups=256)),
+    kernel("bfloat16", 128, variant(192, 76, groups=128)),
+    kernel("float16", 128, variant(64, 104, 2, groups=256)),
 ]
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("sample", SAMPLE, ids=lambda k: f"{k.dtype}-D{k.head_dim}-{k.spec.block_m}x{k.spec.block_n}")
+@pytest.mark.parametrize("sample", SAMPLE, ids=lambda k: f"D{k.head_dim}-{k.spec.name}")
 def test_a_covering_sample_spills_nothing(sample: Kernel, tmp_path: Path) -> None:
     # That shared memory is what space.toml counts is asserted in the source.
     report = compile_report(sample, tmp_path)
@@ -111,9 +136,9 @@ def test_a_covering_sample_spills_nothing(sample: Kernel, tmp_path: Path) -> Non
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_defaults_spill_nothing(head_dim: int, tmp_path: Path) -> None:
-    asked = problem(head_dim=head_dim)
+@pytest.mark.parametrize(("head_dim", "top"), [(64, 16), (64, 32), (64, 40), (64, 64), (128, 48), (256, 16)])
+def test_defaults_spill_nothing(head_dim: int, top: int, tmp_path: Path) -> None:
+    asked = problem(head_dim=head_dim, top=top)
     spec = family_default(asked, FAMILY)
     assert spec is not None
     report = compile_report(kernel_of(asked, spec), tmp_path)

@@ -35,7 +35,6 @@ CHOOSING = (
     ChoiceShape("more queries than keys", 1, 2, 2, 33, 21, 8, 2, layout="transposed"),
     ChoiceShape("integers", 1, 2, 1, 17, 65, 8, 5, sink_blocks=1, window_blocks=1, numbers="integers"),
     ChoiceShape("NaN", 1, 1, 1, 9, 65, 8, 9, numbers="nan_block"),
-    ChoiceShape("left alone", 2, 4, 2, 9, 65, 8, 2, left=5),
 )
 ATTENDING = (
     ChoiceShape("random", 1, 4, 2, 19, 70, 16, 3, query_group=3, shared=True, layout="padded"),
@@ -107,21 +106,6 @@ class TakesNaN(SelectStub):
         return super().scores(asker, blocks).nan_to_num(1e6)
 
 
-class LeavesNobodyAlone(SelectStub):
-    """A budget of 0 gives an empty list."""
-
-    def leaves_alone(self, budget: int) -> bool:
-        return False
-
-
-class FillsNoWidth(SelectStub):
-    """Writes as many places as the largest budget, however wide lists are."""
-
-    def compute(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        width = int(numbers["top_blocks"])
-        super().compute(numbers, {**tensors, "indices": tensors["indices"][..., :width]})
-
-
 class ForgetsSinks(SelectStub):
     """Nothing but a query's own block is always in."""
 
@@ -184,8 +168,6 @@ WRONG_CHOICES: dict[str, tuple[Stub, str]] = {
     "scores in bfloat16": (HalfPrecision(), "times what rounding explains"),
     "NaN is high": (TakesNaN(), "may not be"),
     "no sinks": (ForgetsSinks(), "always in are left out"),
-    "lists of other kernels": (LeavesNobodyAlone(), "choosers with a budget of 0 were written"),
-    "narrow lists": (FillsNoWidth(), "never written"),
     "causal, though it is not": (SelectStub(causal=True), "is chosen over one"),
     "descending": (SelectStub(spoil=_unsorted), "not greater than the entry before"),
     "a tail of -2": (SelectStub(spoil=_no_minus_one), "past a count are not -1"),
@@ -331,12 +313,6 @@ def test_the_cases_are_adversarial() -> None:
     for shapes in (SELECT_SHAPES, SELECTED_SHAPES):
         lengths = {n for shape in shapes for n in (shape.seqlen_q, shape.seqlen_kv)}
         assert {1, 17, 127, 129, 1025} <= lengths
-    for shapes in (SELECT_SHAPES, SELECT_HOST_SHAPES):
-        # Heads that share a key head, one of which is left alone; key heads of which nobody asks; a mean of queries.
-        left = [shape for shape in shapes if shape.left]
-        assert {shape.num_heads > shape.num_kv_heads for shape in left} == {True, False}
-        assert any(shape.query_group > 1 for shape in left)
-        assert any(shape.top + shape.left >= 64 for shape in left), "lists wider than some kernels' buffers"
     assert {shape.numbers for shape in SELECT_SHAPES} >= EXACT
     assert {shape.lists for shape in SELECTED_SHAPES} == {shape.lists for shape in SELECTED_HOST_SHAPES}
     assert {shape.lists for shape in SELECTED_SHAPES} == {

@@ -68,8 +68,6 @@ class SelectStub(Stub):
         offset = key.shape[2] - query.shape[2]
         for b in range(query.shape[0]):
             for c in range(choosers):
-                if self.leaves_alone(int(budgets[c])):
-                    continue
                 for g in range(numbers["num_groups"]):
                     first, stop = g * group, min((g + 1) * group, query.shape[2])
                     rows = query[b, c * heads : (c + 1) * heads, first:stop]
@@ -82,9 +80,6 @@ class SelectStub(Stub):
                     indices[b, c, g] = -1
                     indices[b, c, g, : len(taken)] = taken.to(torch.int32)
                     counts[b, c, g] = len(taken)
-
-    def leaves_alone(self, budget: int) -> bool:
-        return budget == 0
 
     def scores(self, asker: Tensor, blocks: Tensor) -> Tensor:
         return blocks @ asker
