@@ -47,8 +47,8 @@ OTHER_HEAD_DIMS = (16, 32, 96, 192, 256)
 """Verified with a causal mask: the smallest, the largest, and ones that are no power of two."""
 
 
-QUERIES = ((4096, 32), (1, 32), (1, 1))
-"""Queries and KV heads of 32 heads: many, one of each head, and one of heads that share a KV head."""
+QUERIES = ((4096, 32), (512, 32), (1, 32), (1, 1))
+"""Queries and KV heads of 32 heads: many, some, one of each head, and one of heads that share a KV head."""
 
 
 class ForwardCall(BoundCall):

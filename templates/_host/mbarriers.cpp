@@ -119,6 +119,20 @@ int number_of(const Counted& barrier) {
     return number;
 }
 
+// What a thread does that knows a phase to be complete.
+void pass(Counted& barrier) {
+    barrier.awaited = barrier.last_waited[size_t(block.current)] = barrier.phase;
+    acquire(barrier.complete);
+}
+
+bool test_mbarrier(void* barrier, int parity, int line, const char* kind) {
+    Counted& found = existing(barrier, kind, line);
+    if (parity != 0 && parity != 1) fault_at({nullptr, line}, "%s: parity must be 0 or 1, got %d", kind, parity);
+    if (int(found.phase % 2) == parity) return false;
+    pass(found);
+    return true;
+}
+
 }  // namespace
 
 void exchange_mbarriers(Aside& aside) {
@@ -203,15 +217,14 @@ void arrive_at_mbarrier(void* barrier, int bytes, const char* kind, int line) {
 }
 
 void wait_for_mbarrier(void* barrier, int parity, int line) {
+    if (test_mbarrier(barrier, parity, line, "mbarrier_wait")) return;
     Counted& found = existing(barrier, "mbarrier_wait", line);
-    if (parity != 0 && parity != 1) fault_at({nullptr, line}, "mbarrier_wait: parity must be 0 or 1, got %d", parity);
-    if (int(found.phase % 2) == parity) {
-        found.waiting.push_back({block.current, parity});
-        wait_in("mbarrier_wait", line);
-    }
-    found.awaited = found.last_waited[size_t(block.current)] = found.phase;
-    acquire(found.complete);
+    found.waiting.push_back({block.current, parity});
+    wait_in("mbarrier_wait", line);
+    pass(found);
 }
+
+bool test_mbarrier(void* barrier, int parity, int line) { return test_mbarrier(barrier, parity, line, "mbarrier_test"); }
 
 BulkTicket begin_bulk_bytes(const void* barrier, size_t offset, size_t bytes, int line) {
     Counted& found = existing(barrier, "bulk_load", line);

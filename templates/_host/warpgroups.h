@@ -33,6 +33,7 @@ void init_mbarrier(void* barrier, int arrivals, int line);
 void show_mbarriers();
 void arrive_at_mbarrier(void* barrier, int bytes, const char* kind, int line);
 void wait_for_mbarrier(void* barrier, int parity, int line);
+bool test_mbarrier(void* barrier, int parity, int line);
 void meet_at_named_barrier(int id, int threads, bool waits, int line);
 void fence_generic_writes();
 
@@ -64,6 +65,9 @@ inline void mbarrier_arrive_expect(Mbarrier* barrier, int bytes, int line = __bu
 }
 inline void mbarrier_wait(Mbarrier* barrier, int parity, int line = __builtin_LINE()) {
     tilewright_host::wait_for_mbarrier(barrier, parity, line);
+}
+inline bool mbarrier_test(Mbarrier* barrier, int parity, int line = __builtin_LINE()) {
+    return tilewright_host::test_mbarrier(barrier, parity, line);
 }
 
 // Named barriers.

@@ -520,6 +520,7 @@ MISTAKES = [
         "MISPLACED_BARRIER",
     ),
     ("STRANGE_PARITY", r"mbarrier_wait: parity must be 0 or 1, got 2", "STRANGE_PARITY"),
+    ("STRANGE_PARITY_TESTED", r"mbarrier_test: parity must be 0 or 1, got 3", "STRANGE_PARITY_TESTED"),
     (
         "ODD_DESTINATION",
         r"bulk_load: a box of 64 rows must start at a multiple of 1024 bytes, got byte 8704 of shared memory",

@@ -308,6 +308,7 @@ enum Misused {
     NO_ARRIVALS,
     MISPLACED_BARRIER,
     STRANGE_PARITY,
+    STRANGE_PARITY_TESTED,
     ODD_DESTINATION,
     PAST_THE_END,
     NO_SUCH_HEAD,
@@ -373,7 +374,9 @@ __global__ void misused(const __grid_constant__ Arguments args, const __grid_con
     if (wrong == OVERTAKEN && thread < 128) {
         named_barrier_sync(5, 128);
     }
+    if (wrong == STRANGE_PARITY_TESTED) mbarrier_test(barriers, 3);
     mbarrier_wait(barriers, wrong == STRANGE_PARITY ? 2 : 0);  // parity
+    if (wrong == NOTHING && !mbarrier_test(barriers, 0)) barriers[0].word = 0u;  // a fault: it was waited for
     if (wrong == HALF_A_WARPGROUP ? thread < 2 * WARPGROUP : thread >= WARPGROUP) return;
     float d[N_KEYS / 2];
     for (float& x : d) x = 0.0f;

@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
-// forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=forward warpgroups=1
+// forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=longest warpgroups=1
 // What kernel.cu says of the GPU, in CUDA's headers and PTX: bfloat16, wgmma, sm_90a
-// digest 8da9d1f004acede7
+// digest 1b5f52555301c6c1
 #pragma once
 
 #include <cuda_bf16.h>
@@ -177,6 +177,21 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int parity) {
             : "r"(address), "r"(parity)
             : "memory");
     } while (complete == 0u);
+}
+
+// Whether that phase is complete, without waiting; then what is seen after mbarrier_wait is seen.
+__device__ __forceinline__ bool mbarrier_test(Mbarrier* barrier, int parity) {
+    unsigned complete;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return complete != 0u;
 }
 
 // A barrier of the hardware, 1 to 15, for so many threads, whole warps of them; arrive does not wait.
