@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ import pytest
 # they spin, which on a machine with fewer cores than such threads takes several times as long as the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import brief_timing  # noqa: F401
 import torch
 
 from tilewright.generator import toolchain
@@ -62,14 +66,6 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     patch.setenv(toolchain.CACHE_VARIABLE, str(cache))
     if built.exists():
         publish(runtime_path(), lambda directory: Path(shutil.copy(built, directory / "copied.o")))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def brief_timing() -> None:
-    """What this process itself times, such as a benchmark's rows, takes a tenth: no test asks how fast anything is."""
-    from tilewright.tuner.timing import TIMING_S, time_kernel
-
-    time_kernel.__kwdefaults__["budget_s"] = TIMING_S / 10
 
 
 @pytest.fixture(scope="session")

@@ -238,6 +238,7 @@ def test_the_end_of_a_crew_leaves_no_process(worker: Worker) -> None:
 ORPHANS = """
 import json, sys
 from pathlib import Path
+import brief_timing
 from tilewright.generator.variant import Kernel
 from tilewright.tuner.worker import Worker
 from tilewright.tuner.workloads import WorkloadRow
