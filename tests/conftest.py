@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import brief_timing  # noqa: F401
 import torch
 
-from tilewright.generator import toolchain
+from tilewright.generator import build_worker, toolchain
 from tilewright.generator.build import publish
+from tilewright.generator.build_pool import BuildPool
 from tilewright.generator.errors import ToolMissing
 from tilewright.generator.host_build import runtime_path
 
@@ -81,11 +84,26 @@ def session_worker() -> Iterator[Callable[[str], Worker]]:
         worker.close()
 
 
-@pytest.fixture
-def lasting_workers(session_worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that measure for one run in this process serve the next one too: each start imports PyTorch, 3 s.
+@pytest.fixture(scope="session")
+def idle_builders() -> Iterator[dict[str, list[build_worker.Worker]]]:
+    """Processes that build kernels, by the cache directory that they build in, and have nothing to do."""
+    idle: dict[str, list[build_worker.Worker]] = defaultdict(list)
+    yield idle
+    for builder in itertools.chain.from_iterable(idle.values()):
+        builder.kill()
 
-    That a run's crew ends its workers is seen in `tests/tuner/test_worker.py`.
+
+@pytest.fixture
+def lasting_workers(
+    session_worker: Callable[[str], Worker],
+    idle_builders: dict[str, list[build_worker.Worker]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The processes that measure and build for one run in this process serve the next one too: each start imports
+    PyTorch, 3 s.
+
+    That a run's crew and its pool end theirs is seen in `tests/tuner/test_worker.py` and
+    `tests/generator/test_build_pool.py`.
     """
     from tilewright.tuner import crew
 
@@ -95,3 +113,22 @@ def lasting_workers(session_worker: Callable[[str], Worker], monkeypatch: pytest
 
     monkeypatch.setattr(crew, "Worker", session_worker)
     monkeypatch.setattr(crew.Crew, "close", last)
+
+    take, close = BuildPool._take_worker, BuildPool.close
+
+    def take_idle(pool: BuildPool) -> build_worker.Worker:
+        idle = idle_builders[os.environ[toolchain.CACHE_VARIABLE]]
+        while idle and pool._idle.empty():
+            pool._alive.add(idle[-1])
+            pool._idle.put(idle.pop())
+        return take(pool)
+
+    def keep_idle(pool: BuildPool) -> None:
+        while not pool._idle.empty():
+            builder = pool._idle.get()
+            pool._alive.remove(builder)
+            idle_builders[os.environ[toolchain.CACHE_VARIABLE]].append(builder)
+        close(pool)
+
+    monkeypatch.setattr(BuildPool, "_take_worker", take_idle)
+    monkeypatch.setattr(BuildPool, "close", keep_idle)

@@ -143,7 +143,7 @@ def test_a_misbehaving_kernel_is_an_outcome_and_the_next_one_works(
     worker.measure(kernel, good)
     before = worker.pid
     assert before is not None
-    measured = worker.measure(kernel, faulty[fault], timeout_s=1.0 if fault == "hang" else 60.0)
+    measured = worker.measure(kernel, faulty[fault], timeout_s=0.5 if fault == "hang" else 60.0)
     assert measured.outcome is outcome, measured.message
     assert message in measured.message
     assert measured.time_us is None
@@ -171,7 +171,7 @@ def test_kernels_are_compared_in_turn(worker: Worker, kernel: Kernel, good: Path
 
 def test_a_hang_among_finalists_says_so(worker: Worker, kernel: Kernel, good: Path, faulty: dict[str, Path]) -> None:
     with pytest.raises(TimedOut, match="no answer within"):
-        worker.compare([(kernel, good), (kernel, faulty["hang"])], rounds=2, timeout_s=1.0)
+        worker.compare([(kernel, good), (kernel, faulty["hang"])], rounds=2, timeout_s=0.5)
     assert len(worker.compare([(kernel, good)], rounds=2)[0]) == 2
 
 
@@ -240,8 +240,10 @@ import json, sys
 from pathlib import Path
 import brief_timing
 from tilewright.generator.variant import Kernel
+from tilewright.tuner import worker
 from tilewright.tuner.worker import Worker
 from tilewright.tuner.workloads import WorkloadRow
+worker._START = f"from tilewright.tuner import worker_process; worker_process.ALARM_GRACE_S = 1.0; {worker._START}"
 idle, busy = Worker("cpu"), Worker("cpu")
 for worker in (idle, busy):
     worker.prepare(WorkloadRow(**json.loads(sys.argv[1])))
