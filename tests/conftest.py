@@ -16,6 +16,8 @@ import pytest
 # Before OpenMP is loaded, and for every process that a test starts: threads that wait for each other sleep. By default
 # they spin, which on a machine with fewer cores than such threads takes several times as long as the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before it compiles anything, torch.compile tries out the vector instructions that the processor says it has: 6 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
