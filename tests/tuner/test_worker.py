@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tilewright.generator.errors import LaunchFailed, Outcome, TimedOut
 from tilewright.generator.space import default_variant
 from tilewright.generator.toolchain import cxx_compiler
 from tilewright.generator.variant import Kernel, kernel_of
+from tilewright.tuner import worker as tuner_worker
 from tilewright.tuner.crew import Crew
 from tilewright.tuner.worker import Worker, WorkerLost
 from tilewright.tuner.workloads import WorkloadRow
@@ -235,33 +237,25 @@ def test_the_end_of_a_crew_leaves_no_process(worker: Worker) -> None:
     assert worker.pid is None
 
 
-ORPHANS = """
-import json, sys
-from pathlib import Path
-import brief_timing
-from tilewright.generator.variant import Kernel
-from tilewright.tuner import worker
-from tilewright.tuner.worker import Worker
-from tilewright.tuner.workloads import WorkloadRow
-worker._START = f"from tilewright.tuner import worker_process; worker_process.ALARM_GRACE_S = 1.0; {worker._START}"
-idle, busy = Worker("cpu"), Worker("cpu")
-for worker in (idle, busy):
-    worker.prepare(WorkloadRow(**json.loads(sys.argv[1])))
-print(idle.pid, busy.pid, flush=True)
-busy.measure(Kernel.from_dict(json.loads(sys.argv[2])), Path(sys.argv[3]), timeout_s=2.0)
-"""
+def leave_workers(sender: Connection, kernel: Kernel, hang: Path) -> None:
+    grace = "from tilewright.tuner import worker_process; worker_process.ALARM_GRACE_S = 1.0"
+    tuner_worker._START = f"{grace}; {tuner_worker._START}"
+    idle, busy = Worker("cpu"), Worker("cpu")
+    for each in (idle, busy):
+        each.prepare(ROW)
+    sender.send([idle.pid, busy.pid])
+    busy.measure(kernel, hang, timeout_s=2.0)
 
 
 def test_workers_outlive_their_parent_only_briefly(kernel: Kernel, faulty: dict[str, Path]) -> None:
     """One that waits for a request, and one in a kernel that never returns."""
-    row = {"name": "small", "dtype": "float32", "head_dim": 32, "num_heads": 2, "seqlen_q": 300, "mask": ROW.mask}
-    arguments = [json.dumps(row), json.dumps(kernel.to_dict()), str(faulty["hang"])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    parent = subprocess.Popen([sys.executable, "-c", ORPHANS, *arguments], stdout=subprocess.PIPE, env=environment)
-    assert parent.stdout is not None
-    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    parent = fork.Process(target=leave_workers, args=(sender, kernel, faulty["hang"]))
+    parent.start()
+    workers = receiver.recv()
     time.sleep(0.5)
     assert [is_alive(pid) for pid in workers] == [True, True]
     parent.kill()
-    parent.wait()
+    parent.join()
     assert all(wait_until_gone(pid, 60) for pid in workers)
