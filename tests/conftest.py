@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -53,6 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now to later garbage collections: each would pass through all of PyTorch and every test,
+    0.4 s, and a benchmark makes one for each setting that it measures.
+    """
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
