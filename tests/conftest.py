@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import shutil
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +17,17 @@ import pytest
 # Before OpenMP is loaded, and for every process that a test starts: threads that wait for each other sleep. By default
 # they spin, which on a machine with fewer cores than such threads takes several times as long as the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before it compiles anything, torch.compile tries out the vector instructions that the processor says it has: 6 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import brief_timing  # noqa: F401
 import torch
 
-from tilewright.generator import toolchain
+from tilewright.generator import build_worker, toolchain
 from tilewright.generator.build import publish
+from tilewright.generator.build_pool import BuildPool
 from tilewright.generator.errors import ToolMissing
 from tilewright.generator.host_build import runtime_path
 
@@ -46,6 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """Leave what is there by now to later garbage collections: each would pass through all of PyTorch and every test,
+    0.4 s, and a benchmark makes one for each setting that it measures.
+    """
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Kernels that several tests build are built once a session, and never in the user's own cache."""
@@ -64,14 +81,6 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
         publish(runtime_path(), lambda directory: Path(shutil.copy(built, directory / "copied.o")))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def brief_timing() -> None:
-    """What this process itself times, such as a benchmark's rows, takes a tenth: no test asks how fast anything is."""
-    from tilewright.tuner.timing import TIMING_S, time_kernel
-
-    time_kernel.__kwdefaults__["budget_s"] = TIMING_S / 10
-
-
 @pytest.fixture(scope="session")
 def session_worker() -> Iterator[Callable[[str], Worker]]:
     """session_worker(device): a process that measures, the same one whenever it is asked for."""
@@ -85,11 +94,26 @@ def session_worker() -> Iterator[Callable[[str], Worker]]:
         worker.close()
 
 
-@pytest.fixture
-def lasting_workers(session_worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that measure for one run in this process serve the next one too: each start imports PyTorch, 3 s.
+@pytest.fixture(scope="session")
+def idle_builders() -> Iterator[dict[str, list[build_worker.Worker]]]:
+    """Processes that build kernels, by the cache directory that they build in, and have nothing to do."""
+    idle: dict[str, list[build_worker.Worker]] = defaultdict(list)
+    yield idle
+    for builder in itertools.chain.from_iterable(idle.values()):
+        builder.kill()
 
-    That a run's crew ends its workers is seen in `tests/tuner/test_worker.py`.
+
+@pytest.fixture
+def lasting_workers(
+    session_worker: Callable[[str], Worker],
+    idle_builders: dict[str, list[build_worker.Worker]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The processes that measure and build for one run in this process serve the next one too: each start imports
+    PyTorch, 3 s.
+
+    That a run's crew and its pool end theirs is seen in `tests/tuner/test_worker.py` and
+    `tests/generator/test_build_pool.py`.
     """
     from tilewright.tuner import crew
 
@@ -99,3 +123,22 @@ def lasting_workers(session_worker: Callable[[str], Worker], monkeypatch: pytest
 
     monkeypatch.setattr(crew, "Worker", session_worker)
     monkeypatch.setattr(crew.Crew, "close", last)
+
+    take, close = BuildPool._take_worker, BuildPool.close
+
+    def take_idle(pool: BuildPool) -> build_worker.Worker:
+        idle = idle_builders[os.environ[toolchain.CACHE_VARIABLE]]
+        while idle and pool._idle.empty():
+            pool._alive.add(idle[-1])
+            pool._idle.put(idle.pop())
+        return take(pool)
+
+    def keep_idle(pool: BuildPool) -> None:
+        while not pool._idle.empty():
+            builder = pool._idle.get()
+            pool._alive.remove(builder)
+            idle_builders[os.environ[toolchain.CACHE_VARIABLE]].append(builder)
+        close(pool)
+
+    monkeypatch.setattr(BuildPool, "_take_worker", take_idle)
+    monkeypatch.setattr(BuildPool, "close", keep_idle)

@@ -37,6 +37,7 @@ LEVEL = Effort("quick", trials=2, exhaustive_up_to=2, batch=2, seeds=1, finalist
 MEMBER = """
 import dataclasses, json, logging, sys, time
 from pathlib import Path
+import brief_timing
 import torch
 import tilewright as tw
 from tilewright.runtime.store import Store

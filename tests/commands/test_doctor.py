@@ -29,6 +29,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.fixture
+def _builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building a kernel is right, and takes no time: these tests ask about something else."""
+    monkeypatch.setattr(doctor, "build", lambda kernel: None)
+
+
 def report(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The JSON printed, and its checks by name."""
     values = json.loads(capsys.readouterr().out)
@@ -47,6 +53,7 @@ def test_a_machine_that_works(cache: Path, capsys: pytest.CaptureFixture[str]) -
     assert not list(cache.glob("kernels/*")), "the probe is thrown away"
 
 
+@pytest.mark.usefixtures("_builds")
 def test_the_table_says_what_comes_next(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     text = capsys.readouterr().out
@@ -98,6 +105,7 @@ def test_no_ninja(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "pip install ninja" in checks["ninja"]["advice"]
 
 
+@pytest.mark.usefixtures("_builds")
 def test_a_cache_that_others_can_write(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.mkdir()
     cache.chmod(0o777)
@@ -107,6 +115,7 @@ def test_a_cache_that_others_can_write(cache: Path, capsys: pytest.CaptureFixtur
     assert "chmod go-w" in checks["cache directory"]["advice"]
 
 
+@pytest.mark.usefixtures("_builds")
 def test_a_corrupt_database_is_told_and_kept(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.mkdir(mode=0o700)
     database = cache / "broken.db"
@@ -118,6 +127,7 @@ def test_a_corrupt_database_is_told_and_kept(cache: Path, capsys: pytest.Capture
     assert database.read_bytes() == b"this is no database" * 1000
 
 
+@pytest.mark.usefixtures("_builds")
 def test_no_cuda_is_absent_not_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert run("--json") == 0

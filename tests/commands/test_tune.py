@@ -127,6 +127,7 @@ def test_no_compiler_says_what_to_install(
 
 SMALL_BATCHES = """
 import signal, sys
+import brief_timing
 from tilewright.cli import main
 from tilewright.tuner import effort
 effort.EFFORTS["quick"] = effort.Effort("quick", trials=20, exhaustive_up_to=20, batch=2, seeds=2, finalists=2)

@@ -8,7 +8,6 @@ kills ten times at random instead of once, at other moments, and prints what it 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,20 @@ STORED = TRIALS + 4
 SECONDS_A_ROW = 1.5
 """About how long a row takes, its compilation included: kills are spread over that."""
 
-RUN = """
-import json, os, signal, sys
+RUNS = """
+import os, signal, sys
+from multiprocessing.connection import Connection
+import brief_timing
 from sqlalchemy import event
 from sqlalchemy.orm import Session
+from tilewright.generator.toolchain import CACHE_VARIABLE
 from tilewright.runtime.store import Store
 from tilewright.runtime.store.models import MeasurementRow, WinnerRow
 from tilewright.tuner import decision, effort
 from tilewright.tuner.devices import resolve_target
-from tilewright.tuner.effort import Effort
 from tilewright.tuner.tune import TuneSettings, tune
-from tilewright.tuner.workloads import WorkloadRow
 
-url, row, level, moment = sys.argv[1], *map(json.loads, sys.argv[2:])
-effort.EFFORTS["quick"] = Effort(**level)
+pipe = Connection(int(sys.argv[1]))
 decision.FINALIST_SPAN = float("inf")  # however the clock of a busy machine treats them, there are finalists to compare
 finals = []
 
@@ -74,18 +74,58 @@ def committed(session):
     if not session.in_nested_transaction():
         die()
 
-if moment == "between two finals":
-    event.listen(MeasurementRow, "after_insert", final_inserted)
-if moment == "before the winner":
-    event.listen(WinnerRow, "before_insert", die)
-if moment == "after the winner":
-    event.listen(WinnerRow, "after_insert", lambda *_: event.listen(Session, "after_commit", committed))
+def run(url, cache, row, level, moment):
+    os.environ[CACHE_VARIABLE] = cache
+    effort.EFFORTS["quick"] = level
+    if moment == "between two finals":
+        event.listen(MeasurementRow, "after_insert", final_inserted)
+    if moment == "before the winner":
+        event.listen(WinnerRow, "before_insert", die)
+    if moment == "after the winner":
+        event.listen(WinnerRow, "after_insert", lambda *_: event.listen(Session, "after_commit", committed))
+    pipe.send(os.getpid())
+    (result,) = tune([row], resolve_target("cpu"), Store(url), TuneSettings("quick", jobs=1)).results
+    pipe.send({"status": result.status, "known": result.known, "measured": result.measured})
 
-print("tuning", flush=True)
-(result,) = tune([WorkloadRow(**row)], resolve_target("cpu"), Store(url), TuneSettings("quick", jobs=1)).results
-print(json.dumps({"status": result.status, "known": result.known, "measured": result.measured}), flush=True)
+while True:
+    try:
+        arguments = pipe.recv()
+    except EOFError:
+        break
+    child = os.fork()
+    if not child:
+        run(*arguments)
+        os._exit(0)
+    pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-"""One run, which may kill itself at a moment that no clock would hit."""
+"""Runs, each in a process of its own that may kill itself at a moment that no clock would hit.
+
+They are forked from one process, since what a run imports takes longer than the run.
+"""
+
+
+@dataclass
+class Run:
+    """A run that has begun to tune; `code` is how it ended, `said` what it told of itself before."""
+
+    pid: int
+    pipe: Connection
+    said: dict[str, Any] = field(default_factory=dict)
+    code: int | None = None
+
+    def ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.code is None and self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            answer = self.pipe.recv()
+            if isinstance(answer, int):
+                self.code = answer
+            else:
+                self.said = answer
+        return self.code is not None
+
+    def kill(self) -> None:
+        kill_all([self.pid])
+        assert self.ends_within(60)
 
 
 @dataclass
@@ -97,6 +137,7 @@ class Tune:
 
     directory: Path
     cache: Path
+    runs: Connection
     seen: dict[str, Measurement] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
 
@@ -104,31 +145,19 @@ class Tune:
     def url(self) -> str:
         return str(self.directory / "tune.db")
 
-    def start(self, moment: str = "") -> subprocess.Popen[str]:
+    def start(self, moment: str = "") -> Run:
         """Start a run; it has begun to tune when this returns."""
-        row = {name: getattr(ROW, name) for name in ("name", "dtype", "head_dim", "num_heads", "seqlen_q", "mask")}
         level = Effort("quick", trials=TRIALS, exhaustive_up_to=3, batch=BATCH, seeds=2, finalists=2)
-        arguments = [self.url, *map(json.dumps, (row, {n: getattr(level, n) for n in Effort.__slots__}, moment))]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            "OMP_NUM_THREADS": "1",  # threads that wait for each other are slow where a machine has others to serve
-            toolchain.CACHE_VARIABLE: str(self.cache),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", RUN, *arguments], stdout=subprocess.PIPE, env=environment, text=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "tuning\n"
-        return process
+        self.runs.send((self.url, str(self.cache), ROW, level, moment))
+        return Run(self.runs.recv(), self.runs)
 
     def finish(self, moment: str = "") -> dict[str, Any]:
         """Run to the end; what the run said of itself, nothing where it killed itself."""
-        process = self.start(moment)
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == (-signal.SIGKILL if moment else 0)
+        run = self.start(moment)
+        assert run.ends_within(300)
+        assert run.code == (-signal.SIGKILL if moment else 0)
         self.look()
-        return dict(json.loads(said)) if said else {}
+        return run.said
 
     def look(self) -> list[Measurement]:
         """Read the database, and count what is missing or different from before."""
@@ -171,6 +200,23 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     kill_all(processes_of(directory))
 
 
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Connection]:
+    """The process that starts a run for each tuple of arguments it is sent."""
+    ours, theirs = Pipe()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "OMP_NUM_THREADS": "1",  # threads that wait for each other are slow where a machine has others to serve
+    }
+    command = [sys.executable, "-P", "-c", RUNS, str(theirs.fileno())]
+    process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+    theirs.close()
+    yield ours
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def processes_of(cache: Path) -> list[int]:
     """The living processes that use this cache, by their environment."""
     mark = f"{toolchain.CACHE_VARIABLE}={cache}".encode()
@@ -188,7 +234,7 @@ def kill_all(processes: list[int]) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def test_kill_9_loses_and_repeats_nothing(tmp_path: Path, cache: Path) -> None:
+def test_kill_9_loses_and_repeats_nothing(tmp_path: Path, cache: Path, runs: Connection) -> None:
     """First at random moments, spread over a whole tuning by what it has stored so far; where a run is done before its
     moment comes, the tuning is checked, and the kills that are left are for a new one. Every other kill takes the run's
     workers and compilers with it, as when a container ends; else they outlive it.
@@ -196,24 +242,21 @@ def test_kill_9_loses_and_repeats_nothing(tmp_path: Path, cache: Path) -> None:
     Then around the decision: the finals are there together or not at all, and from then on the winner follows.
     """
     rng = random.Random(SEED)
-    tunes = [Tune(tmp_path / "0", cache)]
+    tunes = [Tune(tmp_path / "0", cache, runs)]
     tunes[0].directory.mkdir()
     kills, log = 0, []
     while kills < KILLS:
         moments = sorted(rng.uniform(0, STORED) for _ in range(KILLS - kills))
         tune = tunes[-1]
         for moment in moments:
-            process = tune.start()
-            wait_for(tune, int(moment), process)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(rng.uniform(0, SECONDS_A_ROW))
+            run = tune.start()
+            wait_for(tune, int(moment), run)
             everything = kills % 2 == 0
-            if process.poll() is not None:
-                assert process.returncode == 0
+            if run.ends_within(rng.uniform(0, SECONDS_A_ROW)):
+                assert run.code == 0
                 break
             # The run first: one that still lives would take the end of a worker for its kernel's doing.
-            process.kill()
-            process.wait()
+            run.kill()
             if everything:
                 kill_all(processes_of(cache))
             kills += 1
@@ -222,7 +265,7 @@ def test_kill_9_loses_and_repeats_nothing(tmp_path: Path, cache: Path) -> None:
         else:
             break
         tune.check_finished()
-        tunes.append(Tune(tmp_path / str(len(tunes)), cache))
+        tunes.append(Tune(tmp_path / str(len(tunes)), cache, runs))
         tunes[-1].directory.mkdir()
     tune = tunes[-1]
     tune.finish("between two finals")
@@ -250,11 +293,11 @@ def wait_until_gone(cache: Path) -> None:
     assert not left
 
 
-def wait_for(tune: Tune, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for(tune: Tune, count: int, run: Run) -> None:
     """Until the database holds this many measurements, or the run is done."""
     deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
+    while not run.ends_within(0) and time.monotonic() < deadline:
         if count == 0 or (Path(tune.url).exists() and len(tune.look()) >= count):
             return
         time.sleep(0.1)
-    assert process.poll() is not None, f"no {count} measurements within 300 s"
+    assert run.code is not None, f"no {count} measurements within 300 s"

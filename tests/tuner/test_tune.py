@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from tilewright.tuner.workloads import WorkloadRow
 
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("lasting_workers")]
 
+FORK = multiprocessing.get_context("fork")
 ROW = WorkloadRow("small", "float32", 16, 2, 64, mask="sliding_window(4, 4) | global_stride(16)")
 
 FEW = Effort("quick", trials=3, exhaustive_up_to=3, batch=2, seeds=2, finalists=2)
@@ -261,21 +261,17 @@ def test_only_the_same_kernel_and_environment_count(store: Store, target: Tuning
     assert "cpu" in devices <= {"cpu", "cpu:0"}
 
 
+def hold_until_killed(sender: Connection) -> None:
+    with measuring_alone("cpu"):
+        sender.send("held")
+        time.sleep(60)
+
+
 def test_two_processes_do_not_time_at_once() -> None:
-    code = (
-        "from tilewright.tuner.devices import measuring_alone\n"
-        "with measuring_alone('cpu'):\n    print('held', flush=True)\n    input()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    holder = subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
+    receiver, sender = FORK.Pipe(duplex=False)
+    holder = FORK.Process(target=hold_until_killed, args=(sender,))
+    holder.start()
+    assert receiver.recv() == "held"
     killed_at: list[float] = []
 
     def kill(*_: object) -> None:
@@ -291,7 +287,7 @@ def test_two_processes_do_not_time_at_once() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         holder.kill()
-        holder.wait()
+        holder.join()
 
 
 def test_efforts_choose_their_strategy() -> None:

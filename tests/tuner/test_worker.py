@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tilewright.generator.errors import LaunchFailed, Outcome, TimedOut
 from tilewright.generator.space import default_variant
 from tilewright.generator.toolchain import cxx_compiler
 from tilewright.generator.variant import Kernel, kernel_of
+from tilewright.tuner import worker as tuner_worker
 from tilewright.tuner.crew import Crew
 from tilewright.tuner.worker import Worker, WorkerLost
 from tilewright.tuner.workloads import WorkloadRow
@@ -143,7 +145,7 @@ def test_a_misbehaving_kernel_is_an_outcome_and_the_next_one_works(
     worker.measure(kernel, good)
     before = worker.pid
     assert before is not None
-    measured = worker.measure(kernel, faulty[fault], timeout_s=1.0 if fault == "hang" else 60.0)
+    measured = worker.measure(kernel, faulty[fault], timeout_s=0.5 if fault == "hang" else 60.0)
     assert measured.outcome is outcome, measured.message
     assert message in measured.message
     assert measured.time_us is None
@@ -171,7 +173,7 @@ def test_kernels_are_compared_in_turn(worker: Worker, kernel: Kernel, good: Path
 
 def test_a_hang_among_finalists_says_so(worker: Worker, kernel: Kernel, good: Path, faulty: dict[str, Path]) -> None:
     with pytest.raises(TimedOut, match="no answer within"):
-        worker.compare([(kernel, good), (kernel, faulty["hang"])], rounds=2, timeout_s=1.0)
+        worker.compare([(kernel, good), (kernel, faulty["hang"])], rounds=2, timeout_s=0.5)
     assert len(worker.compare([(kernel, good)], rounds=2)[0]) == 2
 
 
@@ -235,30 +237,25 @@ def test_the_end_of_a_crew_leaves_no_process(worker: Worker) -> None:
     assert worker.pid is None
 
 
-ORPHANS = """
-import json, sys
-from pathlib import Path
-from tilewright.generator.variant import Kernel
-from tilewright.tuner.worker import Worker
-from tilewright.tuner.workloads import WorkloadRow
-idle, busy = Worker("cpu"), Worker("cpu")
-for worker in (idle, busy):
-    worker.prepare(WorkloadRow(**json.loads(sys.argv[1])))
-print(idle.pid, busy.pid, flush=True)
-busy.measure(Kernel.from_dict(json.loads(sys.argv[2])), Path(sys.argv[3]), timeout_s=2.0)
-"""
+def leave_workers(sender: Connection, kernel: Kernel, hang: Path) -> None:
+    grace = "from tilewright.tuner import worker_process; worker_process.ALARM_GRACE_S = 1.0"
+    tuner_worker._START = f"{grace}; {tuner_worker._START}"
+    idle, busy = Worker("cpu"), Worker("cpu")
+    for each in (idle, busy):
+        each.prepare(ROW)
+    sender.send([idle.pid, busy.pid])
+    busy.measure(kernel, hang, timeout_s=2.0)
 
 
 def test_workers_outlive_their_parent_only_briefly(kernel: Kernel, faulty: dict[str, Path]) -> None:
     """One that waits for a request, and one in a kernel that never returns."""
-    row = {"name": "small", "dtype": "float32", "head_dim": 32, "num_heads": 2, "seqlen_q": 300, "mask": ROW.mask}
-    arguments = [json.dumps(row), json.dumps(kernel.to_dict()), str(faulty["hang"])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    parent = subprocess.Popen([sys.executable, "-c", ORPHANS, *arguments], stdout=subprocess.PIPE, env=environment)
-    assert parent.stdout is not None
-    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    parent = fork.Process(target=leave_workers, args=(sender, kernel, faulty["hang"]))
+    parent.start()
+    workers = receiver.recv()
     time.sleep(0.5)
     assert [is_alive(pid) for pid in workers] == [True, True]
     parent.kill()
-    parent.wait()
+    parent.join()
     assert all(wait_until_gone(pid, 60) for pid in workers)
