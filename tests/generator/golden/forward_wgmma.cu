@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=longest warpgroups=1
 // attention_forward, bfloat16, head_dim 128, sm_90a, mask terms: and_blocks
-// digest 1b5f52555301c6c1
+// digest 9c68963acc375c20
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on Hopper's tensor cores, after FlashAttention-3. A block's last warpgroup
 // loads: it finds the tiles and fills a ring of stages through the copy engine. Each of the others owns BLOCK_M query rows; its
@@ -976,10 +976,10 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
     const float score_scale = scale_folds ? scale_log2 : 1.0f;
     RingPlace<NUM_STAGES> place;
 
-    // This warp reads what the barrier guards no more.
-    const auto release = [&](Mbarrier* barrier) {
+    // This warp reads what the barrier guards no more; if it did.
+    const auto release = [&](Mbarrier* barrier, bool did = true) {
         __syncwarp();
-        if (lane_idx == 0) mbarrier_arrive(barrier);
+        if (lane_idx == 0 && did) mbarrier_arrive(barrier);
     };
     const auto begin_turn = [&] {
         if constexpr (PING_PONG) named_barrier_sync(TURN + group, 2 * WARPGROUP);
@@ -1049,6 +1049,7 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
                 if (is_end) break;
                 continue;
             }
+            const bool is_plain = scale_folds && !__any_sync(WARP, kind != FULL);
             begin_turn();
             // scores of this tile, accumulate the one before
             issue_keys(smem_q, shared.smem_k[place.stage], acc_s);
@@ -1059,22 +1060,24 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
             }
             end_turn();
             wgmma_wait<1>(acc_s);
-            // What the tile says of itself may be overwritten once its keys are released.
-            const bool is_full = !__any_sync(WARP, kind != FULL);
-            GroupTile tile;
-            if (!is_full) tile = shared.tiles[place.stage];
-            release(&shared.key_empty[place.stage]);
+            if (is_plain) {
+                release(&shared.key_empty[place.stage]);
+            } else {
+                // What the tile says of itself may be overwritten once its keys are released.
+                const GroupTile tile = shared.tiles[place.stage];
+                release(&shared.key_empty[place.stage]);
+                if (!scale_folds) {
+#pragma unroll
+                    for (int i = 0; i < 8 * KEY_BLOCKS; ++i) acc_s[i] *= scale_log2;
+                }
+                if (__any_sync(WARP, kind != FULL)) mask_scores(args, at, tile, kind, first_row(), acc_s);
+            }
 
             // softmax
-            if (!scale_folds) {
-#pragma unroll
-                for (int i = 0; i < 8 * KEY_BLOCKS; ++i) acc_s[i] *= scale_log2;
-            }
-            if (!is_full) mask_scores(args, at, tile, kind, first_row(), acc_s);
             const bool grew = update_max(acc_s, score_scale, rows, factor);
             // The maximum beside this warpgroup's product with V, the exponentials beside others' products.
             wgmma_wait<0>(acc_o);
-            if (has_values) release(&shared.value_empty[values.stage]);
+            release(&shared.value_empty[values.stage], has_values);
             if (grew) rescale(factor, acc_o);
             if constexpr (ASKS_AHEAD) {
                 RingPlace<NUM_STAGES> next = place;
