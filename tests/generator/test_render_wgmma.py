@@ -24,9 +24,13 @@ HEAD_DIMS = range(64, 257, 16)
 
 
 def problem(
-    dtype: str = "bfloat16", head_dim: int = 64, terms: tuple[str, ...] = ("bound",), arch: str = "sm_90a"
+    dtype: str = "bfloat16",
+    head_dim: int = 64,
+    terms: tuple[str, ...] = ("bound",),
+    arch: str = "sm_90a",
+    queries: int = 4096,
 ) -> Problem:
-    return Problem(dtype, head_dim, 1, 8, 8, 4096, 4096, arch, MaskClass(terms, " & ".join(terms)))
+    return Problem(dtype, head_dim, 1, 8, 8, queries, queries, arch, MaskClass(terms, " & ".join(terms)))
 
 
 def kernel(dtype: str, head_dim: int, terms: tuple[str, ...], form: str, *tile: int, **changes: object) -> Kernel:
@@ -63,12 +67,17 @@ def test_what_the_copy_engine_or_the_products_do_not_take_is_another_familys(dty
 
 def test_every_head_dim_has_a_default_in_each_mask_form_and_dispatch_prefers_it() -> None:
     used = []
-    for dtype, head_dim, form in itertools.product(FAMILY.dtypes, HEAD_DIMS, FAMILY.mask_forms):
-        asked = problem(dtype, head_dim, ("window", "stride"))
+    for dtype, head_dim, form, queries in itertools.product(FAMILY.dtypes, HEAD_DIMS, FAMILY.mask_forms, (4096, 16384)):
+        asked = problem(dtype, head_dim, ("window", "stride"), queries=queries)
         used.append(next(form_defaults(asked, FAMILY, form)).values())
         assert default_variant(asked).family == FAMILY.name
     for entry in FAMILY.defaults:
         assert any({**values, **entry} == values for values in used), entry
+
+
+def test_three_warpgroups_are_for_many_rows() -> None:
+    most = {queries: family_default(problem(head_dim=128, queries=queries), FAMILY) for queries in (8176, 8192)}
+    assert [dict(spec.axes)["warpgroups"] for spec in most.values() if spec is not None] == [2, 3]
 
 
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 350), (128, 200), (256, 30)])
