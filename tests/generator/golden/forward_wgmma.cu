@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=longest warpgroups=1
 // attention_forward, bfloat16, head_dim 128, sm_90a, mask terms: and_blocks
-// digest 9c68963acc375c20
+// digest 7a72102b502fb5a1
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on Hopper's tensor cores, after FlashAttention-3. A block's last warpgroup
 // loads: it finds the tiles and fills a ring of stages through the copy engine. Each of the others owns BLOCK_M query rows; its
@@ -174,7 +174,7 @@ struct TensorMaps {
     bool usable;   // else rows are copied one by one
     bool aligned;  // rows_are_aligned
     unsigned query_tiles;   // of all heads
-    unsigned* tiles_taken;  // by persistent blocks: how many of those
+    unsigned* tiles_taken;  // by persistent blocks after their first: how many of those; null: none has a second
 };
 
 // sizes and strides of [batch, heads, rows, HEAD_DIM], in elements.
@@ -678,10 +678,10 @@ struct RingPlace {
 // Named barriers.
 constexpr int COPIED = 1, TURN = 2;
 
-// The next query tile that no block has taken; past the last: there is none.
+// The next query tile after those that blocks begin with that none has taken; past the last: there is none.
 __device__ __forceinline__ unsigned take_tile(const TensorMaps& maps) {
-    if constexpr (PERSISTENT) return atomicAdd(maps.tiles_taken, 1u);
-    return blockIdx.x;
+    if (maps.tiles_taken == nullptr) return maps.query_tiles;
+    return gridDim.x + atomicAdd(maps.tiles_taken, 1u);
 }
 
 // load: what one thread of the last warpgroup does. It finds the tiles and has the copy engine fetch them, or the copying warps
@@ -727,7 +727,7 @@ __device__ __forceinline__ void load(const Arguments& args, const TensorMaps& ma
         }
     };
     RingPlace<NUM_STAGES> place;
-    unsigned index = take_tile(maps);
+    unsigned index = blockIdx.x;
     for (unsigned round = 0;; ++round) {
         if constexpr (PERSISTENT) {
             shared.taken[round % 2] = index;

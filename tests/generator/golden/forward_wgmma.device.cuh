@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=longest warpgroups=1
 // What kernel.cu says of the GPU, in CUDA's headers and PTX: bfloat16, wgmma, sm_90a
-// digest 9c68963acc375c20
+// digest 7a72102b502fb5a1
 #pragma once
 
 #include <cuda_bf16.h>
