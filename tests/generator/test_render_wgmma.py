@@ -174,3 +174,11 @@ def test_a_sample_compiles_without_spills_or_products_in_turn(sample: Kernel, tm
     assert code == 0, log
     assert parse_ptxas(log)[1:3] == (0, 0), log
     assert "serialized" not in log  # ptxas's word where it waits for each product before the next
+
+
+def test_only_persistent_blocks_have_a_workspace() -> None:
+    for persistent in (False, True):
+        made = kernel("bfloat16", 64, ("window", "stride"), "gather", 64, 1, 2, blocks_per_sm=2, persistent=persistent)
+        sources = render(made).sources
+        assert ("workspace_bytes" in sources["kernel.cu"]) is persistent
+        assert ("workspace" in sources["binding.cpp"]) is persistent
