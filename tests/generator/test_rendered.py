@@ -45,6 +45,7 @@ GOLDEN_KERNELS: dict[str, Kernel] = {
     name: default_kernel(name, asked)
     for name, asked in {
         "forward_cpu": problem("cpu", "float32", 64, LONGFORMER),
+        "forward_decode_cpu": Problem("float32", 64, 1, 8, 2, 1, 4096, "cpu", LONGFORMER),
         "forward_simt": problem("sm_90a", "float32", 64, LONGFORMER),
         "forward_wmma": problem("sm_90a", "bfloat16", 128, BLOCKS),
         "forward_mma": problem("sm_90a", "bfloat16", 128, BLOCKS),
