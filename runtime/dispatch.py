@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ from tilewright.runtime.fallback import fallback_attention
 from tilewright.runtime.launch import LoadedKernel, current_stream
 from tilewright.runtime.masks import Mask, from_spec
 from tilewright.runtime.plans import MaskPlan, plan_for
+from tilewright.runtime.records import Winner
 from tilewright.runtime.selection import Selection
-from tilewright.runtime.winners import Match, WinnerTable, shipped_winners
+from tilewright.runtime.winners import Legal, Match, WinnerTable, shipped_winners
 
 logger = logging.getLogger("tilewright")
 
@@ -170,20 +172,34 @@ class Dispatcher:
 
     def choose(self, problem: Problem, device: torch.device | None = None) -> Choice:
         """The choice for a problem: nothing is built. device: where it will run, for the device model's name."""
-        from tilewright.generator.space import default_variant, problem_reason
+        from tilewright.generator.family import family_named
+        from tilewright.generator.space import default_variant, family_default, problem_reason
 
-        target = "cpu" if problem.target == "cpu" else str(device or "cuda")
-        match = self._find(problem, target, lambda spec: problem_reason(problem, spec) is None)
-        if match is not None:
-            return Choice(problem, match.winner.spec, match.reason, _match_text(match), match.winner.time_us)
+        spec: VariantSpec | None = None
+        reason = ""
         try:
             spec = default_variant(problem)
         except TilewrightError as error:
-            return Choice(problem, None, "fallback", str(error))
+            reason = str(error)
+
+        def legal(known: VariantSpec) -> bool:
+            return problem_reason(problem, known) is None
+
+        def tells(winner: Winner) -> bool:
+            """Where the default's family does not apply, nobody compared with it: few queries are not like many."""
+            if spec is None or spec.family == winner.spec.family:
+                return True
+            return family_default(winner.problem, family_named(spec.family)) is not None
+
+        match = self._find(problem, "cpu" if problem.target == "cpu" else str(device or "cuda"), legal, tells)
+        if match is not None:
+            return Choice(problem, match.winner.spec, match.reason, _match_text(match), match.winner.time_us)
+        if spec is None:
+            return Choice(problem, None, "fallback", reason)
         detail = f"nothing tuned is near; the default of family {spec.family}. Run `tilewright tune` to do better"
         return Choice(problem, spec, "heuristic", detail)
 
-    def _find(self, problem: Problem, target: str, legal: Any) -> Match | None:
+    def _find(self, problem: Problem, target: str, legal: Legal, tells: Callable[[Winner], bool]) -> Match | None:
         with self._lock:
             if self._winners is None:
                 self._winners = load_winners()
@@ -194,7 +210,7 @@ class Dispatcher:
             name = environment.device_name(target)
         except InvalidInput:
             return None
-        return winners.find(problem, name, legal)
+        return winners.find(problem, name, legal, tells)
 
     def _prepare(self, query: Tensor, key: Tensor, mask: Mask | None, look_up: tuple[object, ...] | None) -> Prepared:
         batch, num_heads, seqlen_q, _ = query.shape

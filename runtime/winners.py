@@ -74,10 +74,17 @@ class WinnerTable:
     def __len__(self) -> int:
         return len(self._exact)
 
-    def find(self, problem: Problem, device: str, legal: Legal | None = None) -> Match | None:
+    def find(
+        self,
+        problem: Problem,
+        device: str,
+        legal: Legal | None = None,
+        tells: Callable[[Winner], bool] | None = None,
+    ) -> Match | None:
         """The best known answer for `problem` on `device`, or None; never another device's winner.
 
-        legal: whether a spec may run `problem`; one that may not is passed over for the next.
+        legal: whether a spec may run `problem`; one that may not is passed over for the next. tells: whether a
+        neighbour says anything about `problem`; the same.
         """
         winner = self._exact.get((device, problem))
         if winner is not None and (legal is None or legal(winner.spec)):
@@ -89,7 +96,7 @@ class WinnerTable:
         near = [w for w in self._kinds.get(_kind(problem), ()) if w.device == device]
         near = [w for w in near if w.problem.target == problem.target]
         for match in _nearest(problem, near, "neighbour"):
-            if legal is None or legal(match.winner.spec):
+            if (legal is None or legal(match.winner.spec)) and (tells is None or tells(match.winner)):
                 return match
         return None
 

@@ -81,6 +81,22 @@ def test_exact_bucket_neighbour_in_this_order(tuned: list[Winner]) -> None:
     assert tw.explain(*call(128), tw.masks.causal()).reason == "heuristic"
 
 
+def test_many_queries_tell_nothing_of_few(tuned: list[Winner]) -> None:
+    """What is for few queries alone was not tried where many were tuned, near as that is."""
+    many, few = call(512), (torch.randn(1, 2, 2, 32), *call(512)[1:])
+    spec = VariantSpec.from_values("forward_cpu", default_variant(problem_of(*many[:2], None)).values())
+    tuned.append(winner(problem_of(*many[:2], None), spec))
+    assert tw.explain(*(tensor[:, :, :500] for tensor in many)).reason == "bucket"
+    explanation = tw.explain(*few)
+    assert explanation.kernel is not None
+    assert (explanation.reason, explanation.kernel.family) == ("heuristic", "forward_decode_cpu")
+    # Where both were tried, the neighbour's winner counts.
+    near = problem_of(torch.randn(1, 2, 8, 32), few[1], None)
+    tuned.append(winner(near, spec))
+    DISPATCHER.reload()
+    assert tw.explain(*few).reason == "neighbour"
+
+
 def test_another_devices_winner_is_never_used(tuned: list[Winner]) -> None:
     tuned.append(winner(problem(), other_variant(problem()), device="NVIDIA Imaginary 9000"))
     assert tw.explain(*call(), MASK).reason == "heuristic"
