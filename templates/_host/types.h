@@ -184,3 +184,6 @@ TILEWRIGHT_INLINE float exp2_approximate(float x) {
     const float result = __builtin_exp2f(x);
     return result < 0x1p-126f ? 0.0f : result;
 }
+// lg2.approx.ftz.f32 and rcp.approx.ftz.f32, of numbers that are not subnormal.
+TILEWRIGHT_INLINE float log2_approximate(float x) { return __builtin_log2f(x); }
+TILEWRIGHT_INLINE float reciprocal_approximate(float x) { return 1.0f / x; }

@@ -60,6 +60,9 @@ inline void mbarrier_init_fence() { tilewright_host::show_mbarriers(); }
 inline void mbarrier_arrive(Mbarrier* barrier, int line = __builtin_LINE()) {
     tilewright_host::arrive_at_mbarrier(barrier, 0, "mbarrier_arrive", line);
 }
+inline void mbarrier_arrive_if(Mbarrier* barrier, bool does, int line = __builtin_LINE()) {
+    if (does) tilewright_host::arrive_at_mbarrier(barrier, 0, "mbarrier_arrive_if", line);
+}
 inline void mbarrier_arrive_expect(Mbarrier* barrier, int bytes, int line = __builtin_LINE()) {
     tilewright_host::arrive_at_mbarrier(barrier, bytes, "mbarrier_arrive_expect", line);
 }

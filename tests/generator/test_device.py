@@ -54,8 +54,8 @@ BETWEEN_BLOCKS = {
 }
 """What it defines for every operation but attention_forward, which has no use for it."""
 WARPGROUPS = {
-    *("Mbarrier", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive", "mbarrier_arrive_expect"),
-    *("mbarrier_wait", "mbarrier_test"),
+    *("Mbarrier", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive", "mbarrier_arrive_if"),
+    *("mbarrier_arrive_expect", "mbarrier_wait", "mbarrier_test", "log2_approximate", "reciprocal_approximate"),
     *("named_barrier_sync", "named_barrier_arrive", "registers_release", "registers_acquire"),
     *("TensorMap", "BOX_COLUMNS", "make_tensor_map", "bulk_load", "fence_proxy_async"),
     *("WARPGROUP", "SharedMatrix", "shared_matrix", "uniform"),

@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=longest warpgroups=1
 // attention_forward, bfloat16, head_dim 128, sm_90a, mask terms: and_blocks
-// digest 7a72102b502fb5a1
+// digest eb587d928bf51660
 //
 // O = softmax(softmax_scale * Q K^T + mask) V and lse on Hopper's tensor cores, after FlashAttention-3. A block's last warpgroup
 // loads: it finds the tiles and fills a ring of stages through the copy engine. Each of the others owns BLOCK_M query rows; its
@@ -171,10 +171,16 @@ __device__ __forceinline__ uint4 fetch_chunk(const Element* from) {
 
 struct TensorMaps {
     TensorMap query, key, value;
-    bool usable;   // else rows are copied one by one
+    bool usable;   // of the queries, and of neighbouring keys and values
+    bool gathers;  // of scattered ones
+    bool copies;   // what they are not usable for is copied row by row
     bool aligned;  // rows_are_aligned
     unsigned query_tiles;   // of all heads
     unsigned* tiles_taken;  // by persistent blocks after their first: how many of those; null: none has a second
+
+    __device__ __forceinline__ const TensorMap* tokens(bool keys, bool gathered) const {
+        return keys ? &key : &value;
+    }
 };
 
 // sizes and strides of [batch, heads, rows, HEAD_DIM], in elements.
@@ -197,6 +203,7 @@ static TensorMaps map_tensors(const Arguments& args) {
                              args.k_stride_h, args.k_stride_n, BLOCK_N) &&
                   map_tensor(&maps.value, args.value, args.batch, args.num_kv_heads, args.seqlen_kv, args.v_stride_b,
                              args.v_stride_h, args.v_stride_n, BLOCK_N);
+    maps.copies = !maps.usable || (HAS_GATHERED && !maps.gathers);
     return maps;
 }
 
@@ -385,13 +392,18 @@ __device__ __forceinline__ QueryTile query_tile(const Arguments& args, unsigned 
     return at;
 }
 
-// A KV tile, and for each warpgroup its kind there: a TileKind, INTERVAL where each row sees an interval of keys, IDLE when none of
-// its pairs is active, or NO_TILE when there are no more tiles, in all.
-constexpr int INTERVAL = 4, IDLE = -1, NO_TILE = -2;
+// A KV tile, and for each warpgroup its kind there: a TileKind, INTERVAL where each row sees an interval of keys, or IDLE when none
+// of its pairs is active; with LAST where no tile follows.
+constexpr int INTERVAL = 4, IDLE = 5, LAST = 8, NO_KIND = -1;
 struct GroupTile {
-    Tile tile;  // one that stops at 0 where there are no more
+    Tile tile;  // one that stops at 0 where there is none at all
     int kinds[WARPGROUPS];
     int covered_begin, covered_end;  // the TileIterator's
+
+    __device__ __forceinline__ void mark_last() {
+#pragma unroll
+        for (int& kind : kinds) kind |= LAST;
+    }
 
     __device__ __forceinline__ void clear(int kind) {
         *this = {};
@@ -579,19 +591,17 @@ __device__ __forceinline__ int visible_pairs(const Arguments& args, const QueryT
     return visible_words(visible);
 }
 
-// Eight elements to global memory; aligned: the address is a multiple of 16 bytes.
-__device__ __forceinline__ void store_chunk(Element* to, uint4 chunk, bool aligned) {
+// Four elements to global memory; aligned: the address is a multiple of 8 bytes.
+__device__ __forceinline__ void store_words(Element* to, uint32_t low, uint32_t high, bool aligned) {
     if (aligned) {
-        *reinterpret_cast<uint4*>(to) = chunk;
+        *reinterpret_cast<uint2*>(to) = {low, high};
         return;
     }
     uint16_t* halves = reinterpret_cast<uint16_t*>(to);
-    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        halves[2 * i] = uint16_t(words[i]);
-        halves[2 * i + 1] = uint16_t(words[i] >> 16);
-    }
+    halves[0] = uint16_t(low);
+    halves[1] = uint16_t(low >> 16);
+    halves[2] = uint16_t(high);
+    halves[3] = uint16_t(high >> 16);
 }
 
 // A tile of Q, K or V in shared memory: boxes of 64 columns, each of ROWS rows of 128 bytes, swizzled.
@@ -646,13 +656,12 @@ struct SharedTiles {
     BoxedTile<BLOCK_N> smem_k[NUM_STAGES];
     BoxedTile<BLOCK_N> smem_v[NUM_STAGES];
     GroupTile tiles[NUM_STAGES];  // there with the keys
-    // The loading thread's own, which has few registers.
-    QueryTile at;
-    KeyRange ranges[WARPGROUPS];
+    KeyRange ranges[WARPGROUPS];  // the loading warp's own, which has few registers
     // full: what was loaded is there. empty: nobody reads it any more.
     Mbarrier query_full, query_empty;
-    // Which query tile the loading thread has taken. That of two rounds before is no longer read: the queries after it are in.
-    unsigned taken[2];
+    // The query tile that the loading warp has taken, without rows where none was left. That of two rounds before is no longer
+    // read: the queries after it are in.
+    QueryTile taken[2];
     Mbarrier taken_full[2];
     QueryTile computed[WARPGROUPS * WARPGROUP / 32];  // by each warp
     Mbarrier key_full[NUM_STAGES], key_empty[NUM_STAGES];
@@ -678,31 +687,47 @@ struct RingPlace {
 // Named barriers.
 constexpr int COPIED = 1, TURN = 2;
 
+// The same value in all lanes, of the first, and known to be.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(WARP, value, 0); }
+__device__ __forceinline__ QueryTile uniform(const QueryTile& at) {
+    return {uniform(at.batch), uniform(at.head), uniform(at.kv_head), uniform(at.row_start), uniform(at.row_stop)};
+}
+
 // The next query tile after those that blocks begin with that none has taken; past the last: there is none.
 __device__ __forceinline__ unsigned take_tile(const TensorMaps& maps) {
     if (maps.tiles_taken == nullptr) return maps.query_tiles;
     return gridDim.x + atomicAdd(maps.tiles_taken, 1u);
 }
 
-// load: what one thread of the last warpgroup does. It finds the tiles and has the copy engine fetch them, or the copying warps
-// where the engine cannot.
+// load: what one warp of the last warpgroup does. It finds the tiles and has the copy engine fetch them, or the copying warps where
+// the engine cannot. All its lanes compute the same, and say so by votes and shuffles: then addresses and places stay in uniform
+// registers, where the copy engine wants them. One lane writes, arrives and asks for copies.
 __device__ __forceinline__ void load(const Arguments& args, const TensorMaps& maps, SharedTiles& shared) {
+    const bool leads = threadIdx.x % 32 == 0;
+    const auto wait = [&](Mbarrier* barrier, int parity) {
+        mbarrier_wait(barrier, parity);
+        __syncwarp();  // nobody may still ask when the lane that leads goes on, and with it the barrier's phases
+    };
     RingPlace<REQUESTS> request_place;
     const auto request_rows = [&](const CopyRequest& request) {
-        mbarrier_wait(&shared.request_empty[request_place.stage], request_place.parity ^ 1);
-        shared.requests[request_place.stage] = request;
-        mbarrier_arrive(&shared.request_full[request_place.stage]);
+        wait(&shared.request_empty[request_place.stage], request_place.parity ^ 1);
+        if (leads) shared.requests[request_place.stage] = request;
+        mbarrier_arrive_if(&shared.request_full[request_place.stage], leads);
         request_place.advance();
     };
-    const auto load_tile = [&](const QueryTile& at, const Tile& tile, int kind, int stage, const TensorMap* map,
-                               BoxedTile<BLOCK_N>& to, Mbarrier* barrier) {
-        if (tile.stop == 0) {
-            mbarrier_arrive(barrier);
-        } else if (maps.usable && (!HAS_GATHERED || tile.kind != GATHERED)) {
+    const auto load_tile = [&](const QueryTile& at, const Tile& tile, CopyKind kind, int stage, BoxedTile<BLOCK_N>& to,
+                               Mbarrier* barrier) {
+        const bool gathered = HAS_GATHERED && __any_sync(WARP, tile.kind == GATHERED);
+        if (__any_sync(WARP, tile.stop == 0)) {
+            mbarrier_arrive_if(barrier, leads);
+        } else if (gathered ? maps.gathers : maps.usable) {
+            const TensorMap* map = maps.tokens(kind == KEY, gathered);
+            const int start = uniform(tile.start);
+            if (!leads) return;
             mbarrier_arrive_expect(barrier, sizeof(to));
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
-                bulk_load(to.boxes[box], map, barrier, box * BOX_COLUMNS, tile.start, at.kv_head, at.batch);
+                bulk_load(to.boxes[box], map, barrier, box * BOX_COLUMNS, start, at.kv_head, at.batch);
             }
         } else {
             request_rows({kind, at.batch, at.kv_head, stage, tile});
@@ -710,6 +735,7 @@ __device__ __forceinline__ void load(const Arguments& args, const TensorMaps& ma
     };
     const auto load_query = [&](const QueryTile& at) {
         if (maps.usable) {
+            if (!leads) return;
             mbarrier_arrive_expect(&shared.query_full, sizeof(shared.smem_q));
 #pragma unroll
             for (int group = 0; group < WARPGROUPS; ++group) {
@@ -729,35 +755,40 @@ __device__ __forceinline__ void load(const Arguments& args, const TensorMaps& ma
     RingPlace<NUM_STAGES> place;
     unsigned index = blockIdx.x;
     for (unsigned round = 0;; ++round) {
-        if constexpr (PERSISTENT) {
-            shared.taken[round % 2] = index;
-            mbarrier_arrive(&shared.taken_full[round % 2]);
-        }
-        if (index >= maps.query_tiles) break;
-        shared.at = query_tile(args, index);
-        const QueryTile& at = shared.at;
-        if constexpr (PERSISTENT) index = take_tile(maps);  // early: it takes a while
+        QueryTile at = {0, 0, 0, 0, 0};
+        const bool is_none = index >= maps.query_tiles;
+        if (!is_none) at = uniform(query_tile(args, index));
+        if (leads) shared.taken[round % 2] = at;
+        mbarrier_arrive_if(&shared.taken_full[round % 2], leads);
+        if (is_none) break;
+        if constexpr (PERSISTENT) index = uniform(int(leads ? take_tile(maps) : 0u));  // early: it takes a while
         GroupTiles tiles(args, at, shared.ranges);
-        GroupTile next;
-        bool is_first = true;
-        do {
-            if (!tiles.next(next)) next.clear(NO_TILE);
-            mbarrier_wait(&shared.key_empty[place.stage], place.parity ^ 1);
-            shared.tiles[place.stage] = next;
-            load_tile(at, next.tile, KEY, place.stage, &maps.key, shared.smem_k[place.stage], &shared.key_full[place.stage]);
+        GroupTile current, next;
+        const bool any = __any_sync(WARP, tiles.next(current));
+        if (!any) current.clear(IDLE);
+        bool more = any && __any_sync(WARP, tiles.next(next));
+        for (bool is_first = true;; is_first = false) {
+            const bool is_last = !more;
+            if (is_last) current.mark_last();
+            wait(&shared.key_empty[place.stage], place.parity ^ 1);
+            if (leads) shared.tiles[place.stage] = current;
+            const Tile tile = current.tile;
+            load_tile(at, tile, KEY, place.stage, shared.smem_k[place.stage], &shared.key_full[place.stage]);
             if (is_first) {  // after the keys, which need not wait until the queries before are done with
-                mbarrier_wait(&shared.query_empty, round % 2 ^ 1);
+                wait(&shared.query_empty, round % 2 ^ 1);
                 load_query(at);
-                is_first = false;
             }
-            mbarrier_wait(&shared.value_empty[place.stage], place.parity ^ 1);
-            load_tile(at, next.tile, VALUE, place.stage, &maps.value, shared.smem_v[place.stage],
-                      &shared.value_full[place.stage]);
+            // What comes is found two tiles ahead, while a stage is waited for.
+            current = next;
+            more = more && __any_sync(WARP, tiles.next(next));
+            wait(&shared.value_empty[place.stage], place.parity ^ 1);
+            load_tile(at, tile, VALUE, place.stage, shared.smem_v[place.stage], &shared.value_full[place.stage]);
             place.advance();
-        } while (next.tile.stop > 0);
+            if (is_last) break;
+        }
         if constexpr (!PERSISTENT) break;
     }
-    if (HAS_GATHERED || !maps.usable) request_rows({STOP, 0, 0, 0, {0, 0, FULL}});
+    if (maps.copies) request_rows({STOP, 0, 0, 0, {0, 0, FULL}});
 }
 
 // load: what the copying warps do.
@@ -836,7 +867,8 @@ __device__ __forceinline__ void apply_intervals(const Arguments& args, const Que
     int begin[2], end[2];  // of columns 8n + e
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = smaller(first_row + half * 8 + lane_idx / 4, at.row_stop - 1);
+        int row = first_row + half * 8 + lane_idx / 4;
+        if constexpr (HAS_DOCUMENT) row = smaller(row, at.row_stop - 1);  // rows past the end have no document
         const RowMask mask = row_mask(args, at.batch, at.head, row);
         begin[half] = (HAS_WINDOW ? mask.window_begin : mask.begin) - first_column;
         end[half] = smaller(HAS_WINDOW ? mask.window_end : mask.end, tile.stop) - first_column;
@@ -927,59 +959,44 @@ __device__ __forceinline__ void pack_probabilities(const Scores& acc_s, Probabil
     }
 }
 
-// Lane t of each four has word t of every n-th 16 bytes in words[n], and gets the 16 bytes of n = t.
-__device__ __forceinline__ uint4 transpose(uint32_t (&words)[4]) {
-    const int lane = threadIdx.x % 4;
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        const bool upper = (lane & step) != 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if ((i & step) != 0) continue;
-            const uint32_t received = __shfl_xor_sync(WARP, upper ? words[i] : words[i + step], step);
-            if (upper) words[i] = received;
-            if (!upper) words[i + step] = received;
-        }
-    }
-    return {words[0], words[1], words[2], words[3]};
-}
-
-// epilogue: a warp's 16 rows of acc_o, times each row's factor, 16 bytes a lane at a time.
+// epilogue: a warp's 16 rows of acc_o, times each row's factor, 8 bytes a lane at a time: two neighbours exchange a word, and the
+// four lanes of a row write 32 bytes, a sector of memory.
 __device__ __forceinline__ void store_rows(const Output& acc_o, const float (&factor)[2], Element* out, int64_t row_stride,
                                            bool aligned, int rows) {
     const int lane_idx = threadIdx.x % 32;
+    const bool odd = lane_idx % 2 != 0;
+    const int column = (lane_idx % 4 / 2 * 2 + (odd ? 4 : 0)) * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = lane_idx / 4 + 8 * half;
+        Element* row_out = out + row * row_stride + column;
+        const auto word = [&](int n) {
+            return pack<Element>(acc_o[4 * n + 2 * half] * factor[half], acc_o[4 * n + 2 * half + 1] * factor[half]);
+        };
 #pragma unroll
-        for (int first = 0; first < 2 * DIM_BLOCKS; first += 4) {
-            uint32_t words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = &acc_o[4 * (first + i) % (8 * DIM_BLOCKS) + 2 * half];  // past the end: written by nobody
-                words[i] = pack<Element>(pair[0] * factor[half], pair[1] * factor[half]);
-            }
-            const uint4 chunk = transpose(words);
-            const int n = first + lane_idx % 4;
-            if (row < rows && n < 2 * DIM_BLOCKS) store_chunk(out + row * row_stride + n * CHUNK, chunk, aligned);
+        for (int n = 0; n < 2 * DIM_BLOCKS; n += 2) {  // columns from 8n on: the even lane's, and from 8n + 8 on: the odd one's
+            const uint32_t first = word(n), second = word(n + 1);
+            const uint32_t received = __shfl_xor_sync(WARP, odd ? first : second, 1);
+            if (row < rows) store_words(row_out + n * CHUNK, odd ? received : first, odd ? second : received, aligned);
         }
     }
 }
 
 // What the other warpgroups do.
 __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps& maps, SharedTiles& shared) {
-    const int group = __shfl_sync(WARP, threadIdx.x / WARPGROUP, 0);  // of one value, as the compiler then knows
+    const int group = uniform(threadIdx.x / WARPGROUP);
     const int warp_row = threadIdx.x % WARPGROUP / 32 * 16, lane_idx = threadIdx.x % 32;
     const float scale_log2 = float(args.softmax_scale * 1.4426950408889634);  // log2(e): the softmax works in powers of 2
     // -inf * scale must be -inf, and the largest score the one with the largest product: else scores are scaled one by one.
     const bool scale_folds = scale_log2 > 0.0f;
     const float score_scale = scale_folds ? scale_log2 : 1.0f;
+    const int plain_kind = scale_folds ? FULL : NO_KIND;  // of tiles whose scores are used as they are
     RingPlace<NUM_STAGES> place;
 
     // This warp reads what the barrier guards no more; if it did.
     const auto release = [&](Mbarrier* barrier, bool did = true) {
         __syncwarp();
-        if (lane_idx == 0 && did) mbarrier_arrive(barrier);
+        mbarrier_arrive_if(barrier, lane_idx == 0 && did);
     };
     const auto begin_turn = [&] {
         if constexpr (PING_PONG) named_barrier_sync(TURN + group, 2 * WARPGROUP);
@@ -989,17 +1006,15 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
     };
     if (PING_PONG && group == WARPGROUPS - 1) end_turn();  // the first warpgroup begins
 
+    bool keys_there = false;  // as was found ahead of time, of the next tile
+    int kind = IDLE;          // of the tile whose keys are there
     for (unsigned round = 0;; ++round) {
-        unsigned index = blockIdx.x;
-        if constexpr (PERSISTENT) {
-            mbarrier_wait(&shared.taken_full[round % 2], round / 2 % 2);
-            index = shared.taken[round % 2];
-            if (__any_sync(WARP, index >= maps.query_tiles)) return;
-        }
+        mbarrier_wait(&shared.taken_full[round % 2], round / 2 % 2);
+        if (__any_sync(WARP, shared.taken[round % 2].row_stop == 0)) return;
         // Read again where a mask or the end asks for it: the loop over tiles has no register to spare.
         QueryTile& at = shared.computed[threadIdx.x / 32];
         __syncwarp();
-        if (lane_idx == 0) at = query_tile(args, index);
+        if (lane_idx == 0) at = shared.taken[round % 2];
         __syncwarp();
         const auto first_row = [&] { return at.row_start + group * BLOCK_M + warp_row; };
         Scores acc_s;
@@ -1012,9 +1027,8 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
 
         const BoxedTile<BLOCK_M>& smem_q = shared.smem_q[group];
         RingPlace<NUM_STAGES> values = place;
-        bool has_values = false;  // p waits for its product with the values of that stage
-        bool values_there = false, keys_there = false;  // as was found ahead of time; keys: of the next tile
-        int kind = IDLE;                                // of the tile whose keys are there
+        bool has_values = false;    // p waits for its product with the values of that stage
+        bool values_there = false;  // as was found ahead of time
         const auto issue_waiting = [&] {
             if (!ASKS_AHEAD || !__all_sync(WARP, values_there)) {
                 mbarrier_wait(&shared.value_full[values.stage], values.parity);
@@ -1035,21 +1049,21 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
             }
             keys_there = false;
             // All lanes read the same. Votes tell the compiler so: then the stage, and with it the products' descriptors, stay in
-            // uniform registers.
-            if (__any_sync(WARP, kind < 0)) {
-                const bool is_end = __any_sync(WARP, kind == NO_TILE);
-                // Waiting values must not keep the stage that the loading thread needs to go on.
-                if (PERSISTENT && is_end) release(&shared.query_empty);
-                if (has_values && (is_end || values.stage == place.stage)) accumulate();
-                if (!is_end) begin_turn();
-                if (!is_end) end_turn();
+            // uniform registers. Full tiles, but for the last, ask for one alone.
+            const bool is_special = __any_sync(WARP, kind != plain_kind);
+            if (is_special && __any_sync(WARP, (kind & ~LAST) == IDLE)) {
+                const bool is_last = __any_sync(WARP, (kind & LAST) != 0);
+                if (PERSISTENT && is_last) release(&shared.query_empty);
+                // Waiting values must not keep the stage that the loading warp needs to go on.
+                if (has_values && values.stage == place.stage) accumulate();
+                begin_turn();
+                end_turn();
                 release(&shared.key_empty[place.stage]);
                 mbarrier_wait(&shared.value_full[place.stage], place.parity);
                 release(&shared.value_empty[place.stage]);
-                if (is_end) break;
+                if (is_last) break;
                 continue;
             }
-            const bool is_plain = scale_folds && !__any_sync(WARP, kind != FULL);
             begin_turn();
             // scores of this tile, accumulate the one before
             issue_keys(smem_q, shared.smem_k[place.stage], acc_s);
@@ -1060,7 +1074,8 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
             }
             end_turn();
             wgmma_wait<1>(acc_s);
-            if (is_plain) {
+            bool is_last = false;
+            if (!is_special) {
                 release(&shared.key_empty[place.stage]);
             } else {
                 // What the tile says of itself may be overwritten once its keys are released.
@@ -1070,7 +1085,9 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
 #pragma unroll
                     for (int i = 0; i < 8 * KEY_BLOCKS; ++i) acc_s[i] *= scale_log2;
                 }
-                if (__any_sync(WARP, kind != FULL)) mask_scores(args, at, tile, kind, first_row(), acc_s);
+                if (__any_sync(WARP, (kind & ~LAST) != FULL)) mask_scores(args, at, tile, kind & ~LAST, first_row(), acc_s);
+                is_last = __any_sync(WARP, (kind & LAST) != 0);
+                if (PERSISTENT && is_last) release(&shared.query_empty);
             }
 
             // softmax
@@ -1090,7 +1107,9 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
             pack_probabilities(acc_s, p);
             values = place;
             has_values = true;
+            if (is_last) break;
         }
+        if (has_values) accumulate();
         place.advance();
 
         // finish
@@ -1104,10 +1123,11 @@ __device__ __forceinline__ void compute(const Arguments& args, const TensorMaps&
                 total += __shfl_xor_sync(WARP, total, 1);
                 total += __shfl_xor_sync(WARP, total, 2);
                 const bool empty = rows.row_max[half] == NO_MAX && total == 0.0f;  // no active key
-                factor[half] = empty ? 0.0f : 1.0f / total;
+                factor[half] = empty ? 0.0f : reciprocal_approximate(total);
                 const int row = block_row + half * 8 + lane_idx / 4;
                 if (lane_idx % 4 == 0 && row < at.row_stop) {
-                    lse[row] = empty ? NEGATIVE_INFINITY : rows.row_max[half] * 0.6931471805599453f + logf(total);  // ln(2)
+                    const float sum = (rows.row_max[half] + log2_approximate(total)) * 0.6931471805599453f;  // ln(2)
+                    lse[row] = empty ? NEGATIVE_INFINITY : sum;
                 }
             }
             store_rows(acc_o, factor, out + block_row * args.o_stride_n, args.o_stride_n, maps.aligned,
@@ -1140,10 +1160,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (threadIdx.x / WARPGROUP == WARPGROUPS) {
+    const int warp_idx = uniform(threadIdx.x / 32);
+    if (warp_idx / 4 == WARPGROUPS) {
         registers_release<LOAD_REGISTERS>();
-        if (threadIdx.x % WARPGROUP == 0) load(args, maps, shared);
-        if (threadIdx.x % WARPGROUP >= WARPGROUP - COPIERS && (HAS_GATHERED || !maps.usable)) copy(args, maps, shared);
+        if (warp_idx % 4 == 0) {
+            load(args, maps, shared);
+        } else if (maps.copies) {
+            copy(args, maps, shared);
+        }
     } else {
         registers_acquire<COMPUTE_REGISTERS>();
         compute(args, maps, shared);

@@ -1,7 +1,7 @@
 // tilewright, generated: do not edit.
 // forward_wgmma/list 64x64 blocks_per_sm=2 num_stages=3 overlap=softmax persistent=False tile_order=longest warpgroups=1
 // What kernel.cu says of the GPU, in CUDA's headers and PTX: bfloat16, wgmma, sm_90a
-// digest 7a72102b502fb5a1
+// digest eb587d928bf51660
 #pragma once
 
 #include <cuda_bf16.h>
@@ -98,43 +98,19 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// Atomic operations; each returns what was there. On shared memory, which orders nothing.
-__device__ __forceinline__ int atomic_add_shared(int* to, int value) { return atomicAdd(to, value); }
-
-// On global memory, from one block to another: who acquires the sum, or one that was added to later, sees what this thread
-// wrote before, and what others of its block wrote before the last barrier.
-__device__ __forceinline__ unsigned atomic_add_release(unsigned* to, unsigned value) {
-    unsigned before;
-    asm volatile("atom.release.gpu.add.u32 %0, [%1], %2;\n" : "=r"(before) : "l"(to), "r"(value) : "memory");
-    return before;
-}
-__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
-    unsigned value;
-    asm volatile("ld.acquire.gpu.u32 %0, [%1];\n" : "=r"(value) : "l"(from) : "memory");
-    return value;
-}
-
-// In a loop that waits for load_acquire.
-__device__ __forceinline__ void pause_waiting() { __nanosleep(250); }
-
-// A grid whose blocks all run at once, so that they may wait for each other: how many the device has room for, and the launch.
-template <typename... P>
-cudaError_t blocks_together(void (*kernel)(P...), int device, int threads, size_t smem_bytes, int* blocks) {
-    int multiprocessors = 0, resident = 0;
-    cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, smem_bytes);
-    *blocks = multiprocessors * resident;
-    return error == cudaSuccess && *blocks == 0 ? cudaErrorLaunchOutOfResources : error;
-}
-template <typename... P>
-cudaError_t launch_together(void (*kernel)(P...), unsigned blocks, unsigned threads, size_t smem_bytes, cudaStream_t stream,
-                            const P&... values) {
-    void* parameters[] = {const_cast<P*>(&values)...};
-    return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads), parameters, smem_bytes,
-                                       stream);
-}
-
 constexpr int WARPGROUP = 128;
+
+// log2(x), absolute error below 2^-21 from 0.5 to 2, else relative; -inf for 0. 1 / x, relative error below 2^-22; inf for 0.
+__device__ __forceinline__ float log2_approximate(float x) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+    return result;
+}
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+    return result;
+}
 
 __device__ __forceinline__ unsigned shared_address(const void* shared) { return unsigned(__cvta_generic_to_shared(shared)); }
 
@@ -154,6 +130,18 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 // One arrival: what this thread did before it is seen by whoever waits for the phase.
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// The same of the threads that do, without a branch.
+__device__ __forceinline__ void mbarrier_arrive_if(Mbarrier* barrier, bool does) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %1, 0;\n"
+        "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+        "}\n" ::"r"(shared_address(barrier)),
+        "r"(int(does))
+        : "memory");
 }
 
 // One arrival, and the phase waits for so many bytes of bulk copies too.
