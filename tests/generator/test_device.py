@@ -52,7 +52,7 @@ BETWEEN_BLOCKS = {
     *("atomic_add_shared", "atomic_add_release", "load_acquire", "pause_waiting"),
     *("blocks_together", "launch_together"),
 }
-"""What it defines for every operation but attention_forward, which has no use for it."""
+"""What it defines for kernels whose blocks wait for each other."""
 WARPGROUPS = {
     *("Mbarrier", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive", "mbarrier_arrive_if"),
     *("mbarrier_arrive_expect", "mbarrier_wait", "mbarrier_test", "log2_approximate", "reciprocal_approximate"),
@@ -170,7 +170,7 @@ def test_a_kernel_says_nothing_else_of_cuda(family: Family, arch: str) -> None:
         assert set(re.findall(r"#include <(.+)>", code)) <= STANDARD_HEADERS
         assert set(re.findall(r"\b__\w+", code)) <= KEYWORDS | INTRINSICS
         assert set(re.findall(r"\batomic[A-Z_]\w*", code)) <= INTRINSICS | BETWEEN_BLOCKS
-        if not has_workspace(kernel):
+        if not has_workspace(kernel) or family.name == "forward_wgmma":  # whose workspace is one atomicAdd's
             assert not set(re.findall(r"\b\w+\b", code)) & BETWEEN_BLOCKS
         assert set(re.findall(r"\bcuda\w+", code)) <= RUNTIME
         assert set(re.findall(r"\b(?:bulk|fence|mbarrier|named_barrier|registers|wgmma)_\w+", code)) <= WARPGROUPS
