@@ -348,7 +348,9 @@ def test_what_blocks_do_for_each_other_must_be_ordered(
 def test_a_score_of_minus_infinity_must_not_stand_for_its_neighbour(choice_book: CaseBook) -> None:
     one = choice("select_wgmma", arch="sm_90a")
     one = without(one, "const float2 two = scores(place, slot);", "float2 two = scores(place, slot);")
-    one = without(one, "return {two.x >=", "two = {fmaxf(two.x, -LARGEST), fmaxf(two.y, -LARGEST)};\n        return {two.x >=")
+    one = without(
+        one, "return {two.x >=", "two = {fmaxf(two.x, -LARGEST), fmaxf(two.y, -LARGEST)};\n        return {two.x >="
+    )
     key = "score * factor[half] + offset[half]"
     one = without(one, f"return {key};", f"return score > NEGATIVE_INFINITY ? {key} : 1.0f;")
     found = check_cases(host_kernel_of(one), choice_book)
