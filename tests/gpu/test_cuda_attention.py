@@ -195,9 +195,11 @@ def test_every_family_is_reached() -> None:
     arch = arch_named(target_of(torch.device("cuda")))
     names = {family.name for family in families_for("attention_forward", arch)}
     assert {"forward_simt", "forward_wmma"} <= names <= set(all_families())
-    query, key, value = inputs()
-    problem = DISPATCHER.prepare(query, key, value, None).choice.problem
-    assert {spec.family for spec in legal_variants(problem)} == names
+    reached = set()
+    for seqlen_q in (300, 1):  # some families are for few queries alone
+        problem = DISPATCHER.prepare(*inputs(seqlen_q), None).choice.problem
+        reached |= {spec.family for spec in legal_variants(problem)}
+    assert reached == names
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 16])
