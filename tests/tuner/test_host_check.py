@@ -345,6 +345,14 @@ def test_what_blocks_do_for_each_other_must_be_ordered(
         check_cases(host_kernel_of(without(choice("selected_key"), text, instead)), choice_book)
 
 
+@pytest.mark.parametrize(("family", "arch"), [("select_mma", "sm_80"), ("select_wgmma", "sm_90a")])
+def test_every_head_has_its_turn_where_budgets_order_them(family: str, arch: str, choice_book: CaseBook) -> None:
+    one = without(choice(family, arch=arch), "return first + __ffs(int(found)) - 1;", "return __ffs(int(found)) - 1;")
+    twice = "case '40 heads, budgets per head'.*a race for byte .* of indices: this thread writes what thread"
+    with pytest.raises(IllegalAccess, match=twice):
+        check_cases(host_kernel_of(one), choice_book)
+
+
 def test_a_score_of_minus_infinity_must_not_stand_for_its_neighbour(choice_book: CaseBook) -> None:
     one = choice("select_wgmma", arch="sm_90a")
     one = without(one, "const float2 two = scores(place, slot);", "float2 two = scores(place, slot);")
