@@ -78,11 +78,12 @@ UNION_SHAPES = (
     ChoiceShape("small blocks, entries outside, counting keys", 1, 2, 2, 40, 203, 16, 7, numbers="uniform_weights"),
     ChoiceShape("small blocks all listed", 1, 1, 1, 131, 190, 32, 6, lists="all"),
 )
-"""For families whose rows visit what neighbours chose. Blocks that nobody lists hold NaN, and past a count lists hold other blocks' numbers."""
+"""For families whose rows visit what neighbours chose. Blocks that nobody lists hold NaN, and past a count lists hold
+other blocks' numbers."""
 
 
 def check_harm_stays(loaded: HostKernel, scale: float) -> None:
-    """Of a causal kernel of blocks of 64: keys that are NaN and infinite spoil the rows that see them, and no others."""
+    """Of a causal kernel of blocks of 64: keys that are NaN and infinite spoil the rows that see them, no others."""
     selection = Selection(64, 2, 1, 1, causal=True)
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, 1, 192, 64, generator=generator).bfloat16() for _ in range(3))
