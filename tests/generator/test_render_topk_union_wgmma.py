@@ -116,7 +116,7 @@ def test_the_tuner_alone_may_choose_it() -> None:
 @pytest.mark.parametrize(
     ("asked", "spec", "reason"),
     [
-        (long_problem(), variant(), "may choose all of 32768 keys between them, more than 6 times the 16 blocks"),
+        (long_problem(), variant(), "may choose all of 32768 keys between them, more than 8 times the 16 blocks"),
         (problem(query_group=32, heads=4), variant(), "its rows fill a tile of 128, and there is nothing to unite"),
         (problem(seqlen_q=31), variant(), "31 queries of 1 heads leave a tile of 128 rows half empty"),
         (problem(2048), variant(resident=2, overlap="none"), "do not give more than two warpgroups to each of 132"),
