@@ -20,9 +20,9 @@ void check_global(const void* address, bool adds, bool releases, bool acquires, 
     fault_at(where, "out of bounds: an atomic operation at %p", address);
 }
 
-}  // namespace
-
-int shared_atomic_add(int* to, int value, int line) {
+// after(what was there) takes its place.
+template <typename After>
+int update_shared(int* to, const After& after, int line) {
     const Where where = {nullptr, line};
     check_aligned(to, where);
     if (is_watching()) {
@@ -32,8 +32,18 @@ int shared_atomic_add(int* to, int value, int line) {
     }
     note_write();
     const int before = *to;
-    *to = int(unsigned(before) + unsigned(value));
+    *to = after(before);
     return before;
+}
+
+}  // namespace
+
+int shared_atomic_add(int* to, int value, int line) {
+    return update_shared(to, [=](int before) { return int(unsigned(before) + unsigned(value)); }, line);
+}
+
+unsigned shared_atomic_or(unsigned* to, unsigned bits, int line) {
+    return unsigned(update_shared(reinterpret_cast<int*>(to), [=](int before) { return int(unsigned(before) | bits); }, line));
 }
 
 unsigned global_atomic_add(unsigned* to, unsigned value, bool release, int line) {

@@ -34,9 +34,12 @@ inline T __ldg(const T* from) {
     return *from;
 }
 
-// Atomic operations; each returns what was there. atomicAdd orders nothing.
+// Atomic operations; each returns what was there. atomicAdd, on global memory, and atomicOr, on shared memory, order nothing.
 inline unsigned atomicAdd(unsigned* to, unsigned value, int line = __builtin_LINE()) {
     return tilewright_host::global_atomic_add(to, value, false, line);
+}
+inline unsigned atomicOr(unsigned* to, unsigned bits, int line = __builtin_LINE()) {
+    return tilewright_host::shared_atomic_or(to, bits, line);
 }
 inline int atomic_add_shared(int* to, int value, int line = __builtin_LINE()) {
     return tilewright_host::shared_atomic_add(to, value, line);

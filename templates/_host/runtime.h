@@ -65,6 +65,7 @@ void copy_async_wait(int pending);
 
 // atomics.cpp: atomic operations of 4 bytes; what was there. Shared or global: where the operation may be.
 int shared_atomic_add(int* to, int value, int line);
+unsigned shared_atomic_or(unsigned* to, unsigned bits, int line);
 unsigned global_atomic_add(unsigned* to, unsigned value, bool release, int line);
 unsigned global_load_acquire(const unsigned* from, int line);
 unsigned global_load_relaxed(const unsigned* from, int line);

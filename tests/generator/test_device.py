@@ -31,7 +31,7 @@ KEYWORDS = {
 INTRINSICS = {
     *("__all_sync", "__any_sync", "__ballot_sync", "__shfl_sync", "__shfl_xor_sync"),
     *("__syncthreads", "__syncthreads_or", "__syncwarp"),
-    *("__ffs", "__popc", "__float_as_uint", "__ldg", "__uint_as_float", "atomicAdd"),
+    *("__ffs", "__popc", "__float_as_uint", "__ldg", "__uint_as_float", "atomicAdd", "atomicOr"),
 }
 RUNTIME = {
     *("cudaError_t", "cudaSuccess", "cudaErrorInvalidConfiguration", "cudaErrorInvalidValue", "cudaStream_t"),
