@@ -199,6 +199,15 @@ inline cudaError_t launch_grid(void (*kernel)(Parameters...), unsigned blocks, u
     return tilewright_host::start_grid(false, kernel, blocks, threads, smem_bytes, values...);
 }
 
+// Here the kernels before it have ended.
+template <typename... Parameters>
+inline cudaError_t launch_early(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t smem_bytes,
+                                cudaStream_t stream, Parameters... values) {
+    return launch_grid(kernel, blocks, threads, smem_bytes, stream, values...);
+}
+inline void wait_for_kernels_before() {}
+inline void let_next_start() {}
+
 // A grid whose blocks all run at once: one a multiprocessor.
 template <typename... Parameters>
 inline cudaError_t blocks_together(void (*)(Parameters...), int, int, size_t, int* blocks) {

@@ -97,7 +97,7 @@ def test_the_reason_is_given(made: Kernel, reason: str) -> None:
         (problem(top=12), variant(capacity=40), True, "often run full"),
         (problem(top=11), variant(), True, "need less"),
         (problem(head_dim=128), variant(), True, "leaves most of its cycles unused"),
-        (problem(block_size=512), variant(), True, "few tiles are left to overlap"),
+        (problem(block_size=2048), variant(), True, "few tiles are left to overlap"),
         (problem(), variant(), True, ""),
     ],
 )

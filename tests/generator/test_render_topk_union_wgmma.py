@@ -211,8 +211,8 @@ def test_a_kernel_compiles_without_spills_or_products_in_turn(name: str, tmp_pat
     # That shared memory is what space.toml counts is asserted in the source.
     for file, text in render(SAMPLE[name]).sources.items():
         (tmp_path / file).write_text(text)
-    command = [str(toolchain.cuda_toolkit().path), "-cubin", "-Xptxas=-v", *toolchain.host_compiler_flags()]
-    command += [*toolchain.build_flags(arch_named("sm_90a"), "cuda"), "kernel.cu", "-o", "kernel.cubin"]
+    command = [str(toolchain.cuda_toolkit().path), "-c", "-Xptxas=-v", *toolchain.host_compiler_flags()]
+    command += [*toolchain.build_flags(arch_named("sm_90a"), "cuda"), "kernel.cu", "-o", "kernel.o"]
     code, log = run_compiler(command, 600.0, tmp_path)
     assert code == 0, log
     assert parse_ptxas(log)[1:3] == (0, 0), log

@@ -76,7 +76,7 @@ def test_every_head_dim_has_a_default_in_each_mask_form_and_dispatch_prefers_it(
 
 
 def test_three_warpgroups_are_for_many_rows() -> None:
-    most = {queries: family_default(problem(head_dim=128, queries=queries), FAMILY) for queries in (8176, 8192)}
+    most = {queries: family_default(problem(head_dim=128, queries=queries), FAMILY) for queries in (4080, 4096)}
     assert [dict(spec.axes)["warpgroups"] for spec in most.values() if spec is not None] == [2, 3]
 
 
@@ -168,8 +168,8 @@ SAMPLE = [
 def test_a_sample_compiles_without_spills_or_products_in_turn(sample: Kernel, tmp_path: Path) -> None:
     for name, text in render(sample).sources.items():
         (tmp_path / name).write_text(text)
-    command = [str(toolchain.cuda_toolkit().path), "-cubin", "-Xptxas=-v", *toolchain.host_compiler_flags()]
-    command += [*toolchain.build_flags(arch_named("sm_90a"), "cuda"), "kernel.cu", "-o", "kernel.cubin"]
+    command = [str(toolchain.cuda_toolkit().path), "-c", "-Xptxas=-v", *toolchain.host_compiler_flags()]
+    command += [*toolchain.build_flags(arch_named("sm_90a"), "cuda"), "kernel.cu", "-o", "kernel.o"]
     code, log = run_compiler(command, 600.0, tmp_path)
     assert code == 0, log
     assert parse_ptxas(log)[1:3] == (0, 0), log
