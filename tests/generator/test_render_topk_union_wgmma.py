@@ -20,7 +20,6 @@ from tilewright.generator.render import render
 from tilewright.generator.resources import parse_ptxas, run_compiler
 from tilewright.generator.space import (
     default_variant,
-    families_for,
     family_default,
     legal_variants,
     problem_reason,
@@ -104,19 +103,18 @@ def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int) -> Non
         assert 0 < len(legal_variants(problem(seqlen, head_dim=head_dim, block_size=block_size), [FAMILY])) < 40
 
 
-def test_the_tuner_alone_may_choose_it() -> None:
-    """Until it has run right, and fast, on a GPU."""
-    assert FAMILY in families_for(SELECTED_ATTENTION, arch_named("sm_90a"))
-    assert family_default(problem(), FAMILY) in legal_variants(problem())
-    for seqlen, head_dim, block_size in itertools.product((2048, 4096), (64, 128), (16, 64, 256)):
-        assert default_variant(problem(seqlen, head_dim=head_dim, block_size=block_size)).family != FAMILY.name
-    assert all(needed.spec.family != FAMILY.name for needed in kernels_to_verify(arch_named("sm_90a")))
+def test_dispatch_prefers_it_for_short_sequences() -> None:
+    for seqlen, head_dim, block_size in itertools.product((2048, 4096), (64, 128), (64, 256)):
+        assert default_variant(problem(seqlen, head_dim=head_dim, block_size=block_size)).family == FAMILY.name
+    assert default_variant(problem(1024, block_size=16)).family == FAMILY.name
+    assert default_variant(problem(4160)).family != FAMILY.name
+    assert any(needed.spec.family == FAMILY.name for needed in kernels_to_verify(arch_named("sm_90a")))
 
 
 @pytest.mark.parametrize(
     ("asked", "spec", "reason"),
     [
-        (long_problem(), variant(), "may choose all of 32768 keys between them, more than 8 times the 16 blocks"),
+        (long_problem(), variant(), "may choose all of 32768 keys between them, more than 4 times the 16 blocks"),
         (problem(query_group=32, heads=4), variant(), "its rows fill a tile of 128, and there is nothing to unite"),
         (problem(seqlen_q=31), variant(), "31 queries of 1 heads leave a tile of 128 rows half empty"),
         (problem(2048), variant(resident=2, overlap="none"), "do not give more than two warpgroups to each of 132"),
