@@ -53,6 +53,9 @@ BETWEEN_BLOCKS = {
     *("blocks_together", "launch_together"),
 }
 """What it defines for kernels whose blocks wait for each other."""
+
+EARLY = {"launch_early", "wait_for_kernels_before", "let_next_start"}
+"""What it defines for kernels that start before those ahead of them end."""
 WARPGROUPS = {
     *("Mbarrier", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive", "mbarrier_arrive_if"),
     *("mbarrier_arrive_expect", "mbarrier_wait", "mbarrier_test", "log2_approximate", "reciprocal_approximate"),
@@ -237,7 +240,7 @@ def test_a_header_has_the_sections_of_its_dtype_architecture_and_instructions() 
     vocabulary = OWN | WARPGROUPS | {"shared_address", "plus", "descriptor"}
     vocabulary -= matrices | {"float16", "load_fragment"}
     assert defined("sm_90a", "bfloat16", "wgmma") == vocabulary
-    assert defined("sm_90a", "bfloat16", "wgmma", "select_blocks") == vocabulary | BETWEEN_BLOCKS | HALVES
+    assert defined("sm_90a", "bfloat16", "wgmma", "select_blocks") == vocabulary | BETWEEN_BLOCKS | EARLY | HALVES
 
 
 @pytest.mark.nvcc
