@@ -72,7 +72,9 @@ WMMA = {
     *("matrix_a", "matrix_b", "col_major", "row_major", "mem_col_major", "mem_row_major"),
 }
 """What kernels may say after `wmma::`."""
-WORDS = sorted(KEYWORDS - {"__attribute__"} | INTRINSICS | RUNTIME | OWN | BETWEEN_BLOCKS | EARLY | WARPGROUPS | HALVES | WMMA)
+WORDS = sorted(
+    KEYWORDS - {"__attribute__"} | INTRINSICS | RUNTIME | OWN | BETWEEN_BLOCKS | EARLY | WARPGROUPS | HALVES | WMMA
+)
 
 STANDARD_HEADERS = {"atomic", "cstdint", "limits"}
 MASKS = (MaskClass(("window", "stride"), "sparse"), MaskClass(("bound", "and_blocks"), "blocks"), MaskClass((), "full"))
