@@ -129,8 +129,7 @@ TILEWRIGHT_INLINE uint32_t pack(float low, float high) {
     return from_float<Element>(low).bits | uint32_t(from_float<Element>(high).bits) << 16;
 }
 
-// Two halves in a word: of floats, to the nearest, or rounded towards zero; as floats.
-TILEWRIGHT_INLINE uint32_t pack_halves(float low, float high) { return pack<float16>(low, high); }
+// Two halves in a word: of floats, rounded towards zero; as floats.
 TILEWRIGHT_INLINE uint32_t pack_halves_down(float low, float high) {
     const auto down = [](float value) {
         const float16 nearest = from_float<float16>(value);
