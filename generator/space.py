@@ -49,12 +49,13 @@ _CALL = re.compile(r"([a-z_]+)\((\d+)\)")
 
 
 def problem_names(problem: Problem) -> dict[str, int]:
-    """What rules for problems may use beside a kernel's names: sizes, and the mask's calls of one number, such as
-    `block_size(64)`.
+    """What rules for problems may use beside a kernel's names: sizes, the mask's calls of one number, such as
+    `block_size(64)`, and whether `causal()` is one of its calls.
     """
     sizes = ("batch", "num_heads", "num_kv_heads", "seqlen_q", "seqlen_kv")
     numbers = {name: int(number) for name, number in _CALL.findall(problem.mask.structure)}
-    return {**{name: getattr(problem, name) for name in sizes}, **numbers}
+    causal = int("causal()" in problem.mask.structure)
+    return {**{name: getattr(problem, name) for name in sizes}, "causal": causal, **numbers}
 
 
 def unable_reason(problem: Problem, spec: VariantSpec) -> str | None:

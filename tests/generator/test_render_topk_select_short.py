@@ -44,13 +44,13 @@ def test_every_head_dim_from_64_on_has_a_default_for_few_blocks_and_dispatch_pre
 
 
 def test_each_entry_is_the_default_of_some_call() -> None:
-    used = [family_default(problem(block_size=size), FAMILY) for size in (512, 256)]
+    used = [family_default(problem(block_size=size, causal=True), FAMILY) for size in (512, 256)]
     assert [spec is not None and spec.block_n for spec in used] == [entry["block_n"] for entry in FAMILY.defaults]
 
 
 @pytest.mark.parametrize("block_size", [256, 512])
 def test_few_variants_are_legal(block_size: int) -> None:
-    assert len(legal_variants(problem(block_size=block_size), [FAMILY])) == 2
+    assert len(legal_variants(problem(block_size=block_size, causal=True), [FAMILY])) == 2
 
 
 def test_what_cannot_be_says_why() -> None:
@@ -59,6 +59,8 @@ def test_what_cannot_be_says_why() -> None:
     assert "more than the 64 blocks" in (unable_reason(problem(block_size=511), variant()) or "")
     assert unable_reason(problem(block_size=512), variant()) is None
     assert unable_reason(problem(block_size=512), variant(block_n=128)) is None
+    assert "faster in two passes" in (problem_reason(problem(block_size=256), variant(block_n=128)) or "")
+    assert problem_reason(problem(block_size=256, causal=True), variant(block_n=128)) is None
     assert "half of 128 columns empty" in (problem_reason(problem(block_size=512), variant(block_n=128)) or "")
 
 
@@ -113,7 +115,7 @@ def test_a_covering_sample_spills_nothing(sample: Kernel, tmp_path: Path) -> Non
 @pytest.mark.nvcc
 @pytest.mark.parametrize(("head_dim", "block_size"), [(128, 512), (256, 512), (256, 256)])
 def test_defaults_spill_nothing(head_dim: int, block_size: int, tmp_path: Path) -> None:
-    asked = problem(head_dim=head_dim, block_size=block_size)
+    asked = problem(head_dim=head_dim, block_size=block_size, causal=True)
     spec = family_default(asked, FAMILY)
     assert spec is not None
     report = compile_report(kernel_of(asked, spec), tmp_path)
