@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from topk_problems import UNION_SHAPES, check_harm_stays
+from topk_problems import union_problem as problem
 
 from tilewright.generator.arch import all_archs, arch_named
 from tilewright.generator.family import family_named
@@ -24,37 +25,12 @@ from tilewright.generator.space import (
     unable_reason,
 )
 from tilewright.generator.variant import Kernel, VariantSpec
-from tilewright.runtime.selection import SELECTED_ATTENTION, Selection
+from tilewright.runtime.selection import SELECTED_ATTENTION
 from tilewright.tuner.case_book import CaseBook
 from tilewright.tuner.host_kernel import HostKernel, check_cases
 
 FAMILY = family_named("selected_union")
 ARCHS = [name for name, arch in all_archs().items() if "mma" in arch.instructions]
-
-
-def problem(
-    seqlen: int = 4096,
-    arch: str = "sm_90a",
-    dtype: str = "bfloat16",
-    head_dim: int = 64,
-    *,
-    block_size: int = 64,
-    query_group: int = 1,
-    heads: int = 1,
-    seqlen_q: int | None = None,
-) -> Problem:
-    """Eight query heads, of which `heads` share a choice; 1024 keys a list."""
-    return Selection(block_size, 1024 // block_size, 8 // heads, query_group, causal=True).problem(
-        SELECTED_ATTENTION,
-        dtype=dtype,
-        head_dim=head_dim,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8 // heads,
-        seqlen_q=seqlen if seqlen_q is None else seqlen_q,
-        seqlen_kv=seqlen,
-        target=arch,
-    )
 
 
 def variant(

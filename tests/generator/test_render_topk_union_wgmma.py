@@ -9,6 +9,7 @@ import pytest
 import torch
 from topk_problems import UNION_SHAPES, check_harm_stays
 from topk_problems import attending_problem as long_problem
+from topk_problems import union_problem as problem
 
 from tilewright.generator import toolchain
 from tilewright.generator.arch import arch_named
@@ -34,31 +35,6 @@ from tilewright.tuner.topk_oracle import selected_attention_oracle
 from tilewright.tuner.verified import kernels_to_verify
 
 FAMILY = family_named("selected_union_wgmma")
-
-
-def problem(
-    seqlen: int = 4096,
-    arch: str = "sm_90a",
-    dtype: str = "bfloat16",
-    head_dim: int = 64,
-    *,
-    block_size: int = 64,
-    query_group: int = 1,
-    heads: int = 1,
-    seqlen_q: int | None = None,
-) -> Problem:
-    """Eight query heads, of which `heads` share a choice; 1024 keys a list."""
-    return Selection(block_size, 1024 // block_size, 8 // heads, query_group, causal=True).problem(
-        SELECTED_ATTENTION,
-        dtype=dtype,
-        head_dim=head_dim,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8 // heads,
-        seqlen_q=seqlen if seqlen_q is None else seqlen_q,
-        seqlen_kv=seqlen,
-        target=arch,
-    )
 
 
 def variant(

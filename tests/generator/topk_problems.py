@@ -58,6 +58,31 @@ def choosing_problem(
     )
 
 
+def union_problem(
+    seqlen: int = 4096,
+    arch: str = "sm_90a",
+    dtype: str = "bfloat16",
+    head_dim: int = 64,
+    *,
+    block_size: int = 64,
+    query_group: int = 1,
+    heads: int = 1,
+    seqlen_q: int | None = None,
+) -> Problem:
+    """Eight query heads, of which `heads` share a choice; 1024 keys a list."""
+    return Selection(block_size, 1024 // block_size, 8 // heads, query_group, causal=True).problem(
+        SELECTED_ATTENTION,
+        dtype=dtype,
+        head_dim=head_dim,
+        batch=1,
+        num_heads=8,
+        num_kv_heads=8 // heads,
+        seqlen_q=seqlen if seqlen_q is None else seqlen_q,
+        seqlen_kv=seqlen,
+        target=arch,
+    )
+
+
 UNION_SHAPES = (
     ChoiceShape("one token", 1, 1, 1, 1, 1, 64, 1),
     ChoiceShape("alone, a short last block", 1, 2, 1, 150, 290, 64, 3),
