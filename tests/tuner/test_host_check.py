@@ -24,6 +24,7 @@ from tilewright.generator.variant import Kernel, VariantSpec, kernel_of
 from tilewright.runtime import masks
 from tilewright.runtime.canonical import canonical
 from tilewright.runtime.plans import MaskPlan, build_plan
+from tilewright.runtime.selected_launch import run_select
 from tilewright.runtime.selection import Selection
 from tilewright.tuner import host_check
 from tilewright.tuner.cases import BLOCK_TERMS, HOST_SHAPES, SHAPES
@@ -351,6 +352,25 @@ def test_every_head_has_its_turn_where_budgets_order_them(family: str, arch: str
     twice = "case '40 heads, budgets per head'.*a race for byte .* of indices: this thread writes what thread"
     with pytest.raises(IllegalAccess, match=twice):
         check_cases(host_kernel_of(one), choice_book)
+
+
+@pytest.mark.parametrize(
+    ("family", "arch"), [("select_mma", "sm_80"), ("select_wgmma", "sm_90a"), ("select_short_wgmma", "sm_90a")]
+)
+@pytest.mark.parametrize("budget", [1, 2, 5])
+def test_of_infinite_scores_as_many_are_taken_as_are_wanted(family: str, arch: str, budget: int) -> None:
+    """The lowest blocks of those; NaN is the score of none."""
+    one = choice(family, "bfloat16", arch)
+    query, key = (torch.zeros(1, 1, rows, one.kernel.head_dim).bfloat16() for rows in (64, 40))
+    query[..., :2] = 4.0
+    key[..., 0] = torch.arange(40.0)
+    key[..., [7, 20, 33], 1] = 3e38
+    key[..., 21, 3] = torch.nan
+    budgets = torch.tensor([budget], dtype=torch.int32)
+    indices, counts = run_select(host_kernel_of(one), query, key, budgets, Selection(1, 5, 1, 1, causal=False))
+    best = sorted([7, 20, 33, 39, 38][:budget])
+    assert torch.equal(counts, torch.full_like(counts, budget))
+    assert torch.equal(indices, torch.tensor(best + [-1] * (5 - budget), dtype=torch.int32).expand_as(indices))
 
 
 def test_a_score_of_minus_infinity_must_not_stand_for_its_neighbour(choice_book: CaseBook) -> None:
