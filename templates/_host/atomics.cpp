@@ -1,6 +1,7 @@
 // Atomic operations, and threads that wait for each other through them.
 #include <cstdint>
 
+#include "clocks.h"
 #include "memory.h"
 
 namespace tilewright_host {
@@ -44,6 +45,31 @@ int shared_atomic_add(int* to, int value, int line) {
 
 unsigned shared_atomic_or(unsigned* to, unsigned bits, int line) {
     return unsigned(update_shared(reinterpret_cast<int*>(to), [=](int before) { return int(unsigned(before) | bits); }, line));
+}
+
+namespace {
+
+void check_wide(const void* address, Where where) {
+    if (reinterpret_cast<uintptr_t>(address) % 8 != 0) {
+        fault_at(where, "misaligned: an atomic operation at %p, which must be a multiple of 8 bytes", address);
+    }
+    if (!is_watching()) return void(shared_offset(address, 8, "an atomic operation", where));
+    for (int word = 0; word < 2; ++word) touch_shared_atomic(static_cast<const uint32_t*>(address) + word, where);
+}
+
+}  // namespace
+
+uint64_t shared_load_acquire(const uint64_t* from, int line) {
+    check_wide(from, {nullptr, line});
+    acquire_at(from);
+    return *from;
+}
+
+void shared_store_release(uint64_t* to, uint64_t value, int line) {
+    check_wide(to, {nullptr, line});
+    release_at(to);
+    note_write();
+    *to = value;
 }
 
 unsigned global_atomic_add(unsigned* to, unsigned value, bool release, int line) {

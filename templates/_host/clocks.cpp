@@ -2,6 +2,7 @@
 #include "clocks.h"
 
 #include <cstring>
+#include <unordered_map>
 #include <utility>
 
 namespace tilewright_host {
@@ -11,6 +12,8 @@ bool clocked;
 uint32_t published;
 
 namespace {
+
+std::unordered_map<const void*, Clock> released;  // what released stores to shared memory publish, by address
 
 typedef uint32_t Times __attribute__((vector_size(32), may_alias));
 
@@ -33,6 +36,7 @@ void begin_clocks() {
     }
     clocked = false;
     published = 0;
+    released.clear();
 }
 
 void exchange_clocks(Aside& aside) {
@@ -40,11 +44,13 @@ void exchange_clocks(Aside& aside) {
         Clock seen[MAX_WARPS];
         bool clocked = false;
         uint32_t published = 0;
+        std::unordered_map<const void*, Clock> released;
     };
     Kept& kept = kept_of<Kept>(aside);
     if (clocked || kept.clocked) std::swap(seen, kept.seen);
     std::swap(clocked, kept.clocked);
     std::swap(published, kept.published);
+    std::swap(released, kept.released);
 }
 
 void start_clocks() { clocked = true; }
@@ -58,6 +64,17 @@ void publish(Clock& to) {
     }
     published = now++;
     to.times[ALL_THREADS + block.current] = published;
+}
+
+void release_at(const void* address) {
+    start_clocks();
+    Clock& clock = released[address];
+    clock.clear();
+    publish(clock);
+}
+
+void acquire_at(const void* address) {
+    if (const auto found = released.find(address); found != released.end()) acquire(found->second);
 }
 
 void acquire(const Clock& from) { seen[current_warp()].join(from); }

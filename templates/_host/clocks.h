@@ -30,6 +30,8 @@ extern uint32_t published;  // when a thread last arrived anywhere
 void start_clocks();
 void publish(Clock& to);          // by the running thread: all it did so far, in its own order, and what its warp has seen
 void acquire(const Clock& from);  // by the running thread's warp
+void release_at(const void* address);  // by the running thread, with a store; and what a load of it acquires
+void acquire_at(const void* address);
 void share_clocks();              // at a barrier of the block: what any warp knows of copies and products, all know
 
 // Up to which time the running thread's warp has seen what a thread did.

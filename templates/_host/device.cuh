@@ -11,6 +11,7 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 #define __grid_constant__
 #define __launch_bounds__(...)
 
@@ -44,6 +45,14 @@ inline unsigned atomicOr(unsigned* to, unsigned bits, int line = __builtin_LINE(
 inline int atomic_add_shared(int* to, int value, int line = __builtin_LINE()) {
     return tilewright_host::shared_atomic_add(to, value, line);
 }
+// From one thread of a block to another through shared memory.
+inline uint64_t load_acquire_shared(const uint64_t* from, int line = __builtin_LINE()) {
+    return tilewright_host::shared_load_acquire(from, line);
+}
+inline void store_release_shared(uint64_t* to, uint64_t value, int line = __builtin_LINE()) {
+    tilewright_host::shared_store_release(to, value, line);
+}
+inline void pause_briefly(int line = __builtin_LINE()) { tilewright_host::pause_thread(line); }
 // From one block to another through global memory: what was written before the one is seen after the other.
 inline unsigned atomic_add_release(unsigned* to, unsigned value, int line = __builtin_LINE()) {
     return tilewright_host::global_atomic_add(to, value, true, line);

@@ -200,18 +200,19 @@ void show_mbarriers() {
     for (int i = 0; i < used; ++i) mbarriers[size_t(i)]->shown |= mbarriers[size_t(i)]->thread == block.current;
 }
 
-void arrive_at_mbarrier(void* barrier, int bytes, const char* kind, int line) {
+void arrive_at_mbarrier(void* barrier, int bytes, const char* kind, int line, int times) {
     const Where where = {nullptr, line};
     Counted& found = existing(barrier, kind, line);
     if (bytes < 0 || bytes > MOST_BYTES) fault_at(where, "%s: bytes must be 0 to %d, got %d", kind, MOST_BYTES, bytes);
-    if (found.missing == 0) {
+    if (times < 1) fault_at(where, "%s: a thread arrives once or more often, got %d", kind, times);
+    if (found.missing < times) {
         fault_at(where,
                  "%s: one arrival too many in phase %u of the mbarrier at byte %zu of shared memory, which was initialised for %d "
                  "at kernel.cu:%d and waits for %lld bytes alone",
                  kind, found.phase, found.offset, found.arrivals, found.line, count(found.bytes));
     }
     found.bytes += bytes;
-    --found.missing;
+    found.missing -= times;
     publish(found.arrived);
     complete(found, number_of(found), where);
 }
@@ -258,7 +259,10 @@ void check_copies_awaited() {
     }
 }
 
-void fence_generic_writes() { block.all[block.current].fences.push_back(now++); }
+void fence_generic_accesses() {
+    published = now;  // reads from here on are other ones
+    block.all[block.current].fences.push_back(now++);
+}
 
 std::string awaited_mbarrier(int thread) {
     for (int i = 0; i < used; ++i) {

@@ -63,9 +63,11 @@ void copy_async(void* to, const void* from, size_t bytes, bool real, int line);
 void copy_async_commit();
 void copy_async_wait(int pending);
 
-// atomics.cpp: atomic operations of 4 bytes; what was there. Shared or global: where the operation may be.
+// atomics.cpp: atomic operations of 4 bytes, or as wide as they say; what was there. Shared or global: where the operation may be.
 int shared_atomic_add(int* to, int value, int line);
 unsigned shared_atomic_or(unsigned* to, unsigned bits, int line);
+uint64_t shared_load_acquire(const uint64_t* from, int line);
+void shared_store_release(uint64_t* to, uint64_t value, int line);
 unsigned global_atomic_add(unsigned* to, unsigned value, bool release, int line);
 unsigned global_load_acquire(const unsigned* from, int line);
 unsigned global_load_relaxed(const unsigned* from, int line);

@@ -254,17 +254,41 @@ void log_write(size_t offset, size_t bytes, const Access& access, uint16_t threa
     }
 }
 
-// Whether whoever wrote this by ordinary stores called fence_proxy_async after it and before what `warp` has seen of it.
-// self: the running thread, to which its own last fence is known, or -1.
+// Whether a thread called fence_proxy_async after a time and before what `warp` has seen of it. self: the running thread, to which
+// its own last fence is known, or -1.
+bool has_fenced(int thread, uint32_t since, int warp, int self) {
+    const std::vector<uint32_t>& fences = block.all[thread].fences;
+    const auto fence = std::lower_bound(fences.begin(), fences.end(), since);
+    return fence != fences.end() && (thread == self || *fence <= seen_of(warp, thread));
+}
+
+// Whether whoever wrote this by ordinary stores has.
 bool is_fenced(const Written& cell, int warp, int self) {
     if (cell.state != Writing::Done || cell.time <= block_began) return true;
     const int lane = cell.thread % 64, first = cell.thread / 64 * WARP_SIZE + (lane == WHOLE_WARP ? 0 : lane);
     for (int thread = first, last = lane == WHOLE_WARP ? first + WARP_SIZE - 1 : first; thread <= last; ++thread) {
-        const std::vector<uint32_t>& fences = block.all[thread].fences;
-        const auto fence = std::lower_bound(fences.begin(), fences.end(), cell.time);
-        if (fence == fences.end() || (thread != self && *fence > seen_of(warp, thread))) return false;
+        if (!has_fenced(thread, cell.time, warp, self)) return false;
     }
     return true;
+}
+
+// What a bulk copy overwrites: whoever read it by ordinary loads has fenced those, or they may still be on their way.
+void check_reads_fenced(const Written& cell, size_t index, const Access& access) {
+    for (uint32_t left = cell.readers; left != 0; left &= left - 1) {
+        const int reader = __builtin_ctz(left);
+        const size_t record = size_t(reader) * granules + index;
+        const Read& read = reads[record];
+        const bool kept = record < earlier.size();
+        for (uint32_t lanes = read.lanes | (kept ? earlier[record].lanes : 0u); lanes != 0; lanes &= lanes - 1) {
+            const int lane = __builtin_ctz(lanes), thread = reader * WARP_SIZE + lane;
+            const uint32_t time = read.lanes >> lane & 1u ? read.time : earlier[record].time;
+            if (time <= block_began || has_fenced(thread, time, int(access.warp), block.current)) continue;
+            fault_at(access.where,
+                     "this bulk copy writes byte %zu of shared memory, which %s read by ordinary loads at %s, with no "
+                     "fence_proxy_async() of that thread's between the two", index * granule, who(reader * 64 + lane).c_str(),
+                     recall(read.place).c_str());
+        }
+    }
 }
 
 [[noreturn]] void report_unfenced(const Written& cell, size_t index, Where where, const char* doing) {
@@ -382,7 +406,9 @@ void log_bulk_copy(size_t offset, size_t bytes, int mbarrier, Where where) {
         if (!access.conflicts(writes[i])) report_unfenced(writes[i], i, where, "bulk copy writes");
         report_written(writes[i], i, where, "bulk copy writes");
     }
+    const std::vector<Written> before(writes.begin() + ptrdiff_t(run.first), writes.begin() + ptrdiff_t(run.first + run.count));
     log_write<Writing::InFlight>(offset, bytes, access, uint16_t(BULK | mbarrier));
+    for (size_t i = 0; i < run.count; ++i) check_reads_fenced(before[i], run.first + i, access);
 }
 
 void log_bulk_landed(size_t offset, size_t bytes) {

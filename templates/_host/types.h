@@ -129,7 +129,7 @@ TILEWRIGHT_INLINE uint32_t pack(float low, float high) {
     return from_float<Element>(low).bits | uint32_t(from_float<Element>(high).bits) << 16;
 }
 
-// Two halves in a word: of floats, rounded towards zero; as floats.
+// Two halves in a word: of floats, rounded towards zero or to nearest; as floats.
 TILEWRIGHT_INLINE uint32_t pack_halves_down(float low, float high) {
     const auto down = [](float value) {
         const float16 nearest = from_float<float16>(value);
@@ -138,6 +138,7 @@ TILEWRIGHT_INLINE uint32_t pack_halves_down(float low, float high) {
     };
     return down(low) | down(high) << 16;
 }
+TILEWRIGHT_INLINE uint32_t pack_halves(float low, float high) { return pack<float16>(low, high); }
 TILEWRIGHT_INLINE void from_halves(uint32_t word, float (&to)[2]) {
     to[0] = to_float(float16{uint16_t(word)});
     to[1] = to_float(float16{uint16_t(word >> 16)});
@@ -159,6 +160,13 @@ TILEWRIGHT_INLINE uint32_t add_halves(uint32_t a, uint32_t b) {
 TILEWRIGHT_INLINE uint32_t halves_reach(uint32_t a, uint32_t b) {
     return of_halves(a, b, [](float x, float y) { return x >= y ? 1.0f : 0.0f; });
 }
+// And a * b + c, rounded once: a product of halves is exact in a float, and the sum nearly; the larger magnitude.
+TILEWRIGHT_INLINE uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
+    float x[2], y[2], z[2];
+    from_halves(a, x), from_halves(b, y), from_halves(c, z);
+    return pack<float16>(x[0] * y[0] + z[0], x[1] * y[1] + z[1]);
+}
+TILEWRIGHT_INLINE uint32_t larger_magnitudes(uint32_t a, uint32_t b) { return max_halves(a & 0x7fff7fffu, b & 0x7fff7fffu); }
 
 // A word in memory is one float, or a pair of 2-byte elements.
 template <typename Element>

@@ -31,14 +31,15 @@ namespace tilewright_host {
 // Each by the threads that the words below say. bytes: 0 where none are expected.
 void init_mbarrier(void* barrier, int arrivals, int line);
 void show_mbarriers();
-void arrive_at_mbarrier(void* barrier, int bytes, const char* kind, int line);
+void arrive_at_mbarrier(void* barrier, int bytes, const char* kind, int line, int times = 1);
 void wait_for_mbarrier(void* barrier, int parity, int line);
 bool test_mbarrier(void* barrier, int parity, int line);
 void meet_at_named_barrier(int id, int threads, bool waits, int line);
-void fence_generic_writes();
+void fence_generic_accesses();
 
 bool describe_tensor(TensorMap* map, const void* base, const int64_t* sizes, const int64_t* strides, int box_rows);
 void copy_box(void* to, const TensorMap* map, void* barrier, int column, int row, int head, int batch, int line);
+
 
 void fence_registers(int line);
 template <typename Element>
@@ -63,6 +64,9 @@ inline void mbarrier_arrive(Mbarrier* barrier, int line = __builtin_LINE()) {
 inline void mbarrier_arrive_if(Mbarrier* barrier, bool does, int line = __builtin_LINE()) {
     if (does) tilewright_host::arrive_at_mbarrier(barrier, 0, "mbarrier_arrive_if", line);
 }
+inline void mbarrier_arrive_times(Mbarrier* barrier, int times, bool does, int line = __builtin_LINE()) {
+    if (does) tilewright_host::arrive_at_mbarrier(barrier, 0, "mbarrier_arrive_times", line, times);
+}
 inline void mbarrier_arrive_expect(Mbarrier* barrier, int bytes, int line = __builtin_LINE()) {
     tilewright_host::arrive_at_mbarrier(barrier, bytes, "mbarrier_arrive_expect", line);
 }
@@ -81,7 +85,7 @@ inline void named_barrier_arrive(int id, int threads, int line = __builtin_LINE(
     tilewright_host::meet_at_named_barrier(id, threads, false, line);
 }
 
-inline void fence_proxy_async() { tilewright_host::fence_generic_writes(); }
+inline void fence_proxy_async() { tilewright_host::fence_generic_accesses(); }
 
 // Registers change hands on a GPU alone.
 template <int N>

@@ -75,7 +75,7 @@ def build_for_gpu(folder: Path, dtype: str, instructions: str, arch_name: str) -
     )
     context = {
         "kernel": SimpleNamespace(operation="attention_forward", dtype=dtype, arch=arch.name),
-        "family": SimpleNamespace(instructions=instructions, workspace=False),
+        "family": SimpleNamespace(name="matrices_probe", instructions=instructions, workspace=False),
         "spec": SimpleNamespace(name="matrices_probe"),
         "arch": arch,
         "digest": "",

@@ -90,7 +90,9 @@ def build_for_gpu(folder: Path, dtype: str, widths: tuple[int, int]) -> Path:
     )
     context = {
         "kernel": SimpleNamespace(operation="select_blocks", dtype=dtype, arch=arch.name, head_dim=widths[1]),
-        "family": SimpleNamespace(instructions="wgmma", workspace=False),
+        "family": SimpleNamespace(
+            name="warpgroups_probe", operation="select_blocks", instructions="wgmma", workspace=False
+        ),
         "spec": SimpleNamespace(name="warpgroups_probe", block_n=widths[0]),
         "arch": arch,
         "digest": "",

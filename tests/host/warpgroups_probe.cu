@@ -241,6 +241,7 @@ __device__ __forceinline__ float produce_and_consume(const Arguments& args, cons
     }
     registers_acquire<128>();
     const auto release = [&](int stage) {
+        fence_proxy_async();  // what was read like ordinary memory
         if (by_warps && args.wrong != NO_WARP_BARRIER) __syncwarp();
         if (!by_warps || threadIdx.x % 32 == 0) mbarrier_arrive(&empty[stage]);  // released
         if (args.wrong == ONE_ARRIVAL_TOO_MANY && threadIdx.x == 0) mbarrier_arrive(&empty[stage]);
