@@ -22,12 +22,13 @@ Numbers = Literal[
     "equal_keys",
     "nan_block",
     "infinite_block",
+    "infinite_blocks",
     "few_finite",
     "spaced",
 ]
 Lists = Literal["chosen", "random", "shuffled", "outside", "same", "none", "all"]
 
-EXACT = frozenset({"integers", "equal_keys", "nan_block", "infinite_block", "few_finite", "spaced"})
+EXACT = frozenset({"integers", "equal_keys", "nan_block", "infinite_block", "infinite_blocks", "few_finite", "spaced"})
 """Numbers whose means and scores are exact in float32, so that a choice must be the reference's bit for bit."""
 
 
@@ -39,9 +40,9 @@ class ChoiceShape:
     shared: a group of query heads shares its choice. uneven: choosers take different numbers of blocks.
     numbers: standard normal, `large` or `very_negative` logits, or `uniform_weights` (query 0, so that lse tells how
     many keys were seen); for choosing `integers` of few values with many equal scores, `equal_keys`, and integers with
-    one NaN, or one infinity, in one block, with `few_finite` scores, the others -inf, or with the best blocks `spaced`
-    64 apart, the later the better, so that one lane of a kernel meets them all. With `EXACT` ones block sizes, groups
-    and last blocks are powers of two.
+    one NaN, or one infinity, in one block, or an infinity in every fifth, with `few_finite` scores, the others -inf, or
+    with the best blocks `spaced` 64 apart, the later the better, so that one lane of a kernel meets them all. With
+    `EXACT` ones block sizes, groups and last blocks are powers of two.
     lists: for attending, blocks `chosen` by the reference; `random` ones, of random counts, 0 among them; `shuffled`;
     with entries `outside` of what there is before the count; the `same` block for every query; `none`; `all` of them.
     Past a count anything may stand, and does.
@@ -108,6 +109,20 @@ SELECT_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("all keys equal", 1, 2, 2, 130, 992, 64, 6, numbers="equal_keys"),
     ChoiceShape("NaN keys in one block", 1, 2, 2, 65, 161, 16, 10, layout="padded", numbers="nan_block"),
     ChoiceShape("infinite keys in one block", 1, 2, 1, 65, 257, 16, 3, numbers="infinite_block"),
+    ChoiceShape("infinite keys, budgets per head", 1, 3, 1, 130, 513, 16, 4, uneven=True, numbers="infinite_blocks"),
+    ChoiceShape(
+        "infinite keys, sinks and a window",
+        1,
+        2,
+        1,
+        70,
+        257,
+        8,
+        5,
+        sink_blocks=1,
+        window_blocks=2,
+        numbers="infinite_blocks",
+    ),
     ChoiceShape("few scores above -inf", 1, 2, 1, 130, 1025, 16, 12, numbers="few_finite"),
     ChoiceShape("the best blocks 64 apart", 1, 1, 1, 130, 4097, 1, 12, numbers="spaced"),
     ChoiceShape("2049 blocks, long lists per head", 1, 6, 2, 200, 2049, 1, 64, uneven=True),
@@ -142,6 +157,20 @@ SELECT_HOST_SHAPES: tuple[ChoiceShape, ...] = (
     ChoiceShape("all keys equal", 1, 1, 1, 35, 480, 64, 3, numbers="equal_keys"),
     ChoiceShape("NaN keys in one block", 1, 1, 1, 33, 161, 16, 10, layout="padded", numbers="nan_block"),
     ChoiceShape("infinite keys in one block", 1, 1, 1, 33, 129, 16, 3, numbers="infinite_block"),
+    ChoiceShape("infinite keys, budgets per head", 1, 2, 1, 19, 257, 16, 3, uneven=True, numbers="infinite_blocks"),
+    ChoiceShape(
+        "infinite keys, sinks and a window",
+        1,
+        1,
+        1,
+        33,
+        129,
+        8,
+        5,
+        sink_blocks=1,
+        window_blocks=2,
+        numbers="infinite_blocks",
+    ),
     ChoiceShape("few scores above -inf", 1, 1, 1, 19, 513, 16, 6, numbers="few_finite"),
     ChoiceShape("the best blocks 64 apart", 1, 1, 1, 17, 1537, 1, 9, numbers="spaced"),
     ChoiceShape("700 blocks, long lists per head", 1, 3, 1, 19, 700, 1, 32, uneven=True),
@@ -274,6 +303,8 @@ def _integers(
         key[:, :, odd, 3] = torch.nan
     if shape.numbers == "infinite_block":
         key[:, :, odd, 3] = torch.inf
+    if shape.numbers == "infinite_blocks":
+        key[:, :, 2 * size :: 5 * size, 3] = torch.inf
     if shape.numbers == "few_finite":
         query[..., 0] = 1.0
         key[:, :, block % 9 != 4, 0] = -torch.inf

@@ -36,17 +36,11 @@ def kernel(dtype: str, head_dim: int, spec: VariantSpec, *, causal: bool = True,
     return Kernel(SELECT_BLOCKS, dtype, head_dim, ("bound",) if causal else (), spec, arch)
 
 
-def test_every_head_dim_from_64_on_has_a_default_for_few_blocks() -> None:
+def test_every_head_dim_from_64_on_has_a_default_for_few_blocks_and_dispatch_prefers_it() -> None:
     for head_dim, dtype, top in itertools.product(HEAD_DIMS, FAMILY.dtypes, (1, 16, 64)):
-        assert family_default(problem(head_dim=head_dim, dtype=dtype, top=top, block_size=512), FAMILY) is not None
-
-
-def test_the_tuner_alone_may_choose_it() -> None:
-    """Until it has run right on a GPU."""
-    asked = problem(block_size=512)
-    assert family_default(asked, FAMILY) in legal_variants(asked)
-    assert default_variant(asked).family != FAMILY.name
-    assert all(needed.spec.family != FAMILY.name for needed in kernels_to_verify(arch_named("sm_90a")))
+        asked = problem(head_dim=head_dim, dtype=dtype, top=top, block_size=512)
+        assert default_variant(asked).family == FAMILY.name
+    assert any(needed.spec.family == FAMILY.name for needed in kernels_to_verify(arch_named("sm_90a")))
 
 
 def test_each_entry_is_the_default_of_some_call() -> None:
