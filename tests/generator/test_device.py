@@ -26,7 +26,7 @@ HOST = resources.files("tilewright.templates") / "_host"
 
 KEYWORDS = {
     *("__attribute__", "__device__", "__forceinline__", "__global__", "__grid_constant__", "__host__"),
-    "__launch_bounds__",
+    *("__launch_bounds__", "__noinline__"),
 }
 INTRINSICS = {
     *("__all_sync", "__any_sync", "__ballot_sync", "__shfl_sync", "__shfl_xor_sync"),
@@ -67,13 +67,27 @@ WARPGROUPS = {
 """What it defines for families of wgmma."""
 HALVES = {"pack_halves_down", "from_halves", "max_halves", "add_halves", "halves_reach"}
 """What it defines for those that choose blocks."""
+HANDED = {
+    *("mbarrier_arrive_times", "load_acquire_shared", "store_release_shared", "pause_briefly"),
+    *("pack_halves", "multiply_add_halves", "larger_magnitudes"),
+}
+"""What it defines for selected_region alone."""
 WMMA = {
     *("accumulator", "fill_fragment", "fragment", "load_matrix_sync", "mma_sync", "store_matrix_sync"),
     *("matrix_a", "matrix_b", "col_major", "row_major", "mem_col_major", "mem_row_major"),
 }
 """What kernels may say after `wmma::`."""
 WORDS = sorted(
-    KEYWORDS - {"__attribute__"} | INTRINSICS | RUNTIME | OWN | BETWEEN_BLOCKS | EARLY | WARPGROUPS | HALVES | WMMA
+    KEYWORDS - {"__attribute__"}
+    | INTRINSICS
+    | RUNTIME
+    | OWN
+    | BETWEEN_BLOCKS
+    | EARLY
+    | WARPGROUPS
+    | HALVES
+    | HANDED
+    | WMMA
 )
 
 STANDARD_HEADERS = {"atomic", "cstdint", "limits"}
@@ -178,7 +192,8 @@ def test_a_kernel_says_nothing_else_of_cuda(family: Family, arch: str) -> None:
         if not has_workspace(kernel) or family.name == "forward_wgmma":  # whose workspace is one atomicAdd's
             assert not set(re.findall(r"\b\w+\b", code)) & BETWEEN_BLOCKS
         assert set(re.findall(r"\bcuda\w+", code)) <= RUNTIME
-        assert set(re.findall(r"\b(?:bulk|fence|mbarrier|named_barrier|registers|wgmma)_\w+", code)) <= WARPGROUPS
+        words = set(re.findall(r"\b(?:bulk|fence|mbarrier|named_barrier|registers|wgmma)_\w+", code))
+        assert words <= (WARPGROUPS | HANDED if family.name == "selected_region" else WARPGROUPS)
         assert set(re.findall(r"\bwmma::(\w+)", code)) <= WMMA
         assert re.findall(r"\basm\b|<<<|\bextern\b|\bnvcuda\b|\bhalf2?\s+\w|\bnv_\w+", code) == []
 

@@ -56,7 +56,7 @@ GOLDEN_KERNELS: dict[str, Kernel] = {
 
 
 def calls(operation: str, target: str, dtype: str) -> list[Problem]:
-    """Whose defaults the sample of axis values starts from: many queries and few; groups of queries and one."""
+    """Whose defaults the sample of axis values starts from: many queries and few, groups of them and one."""
     if operation == "attention_forward":
         few = Problem(dtype, 64, 1, 32, 1, 1, 4096, target, LONGFORMER)
         return [problem(target, dtype, 64, LONGFORMER), few]
@@ -72,7 +72,7 @@ def calls(operation: str, target: str, dtype: str) -> list[Problem]:
             seqlen_kv=4096,
             target=target,
         )
-        for query_group, seqlen_q in ((64, 4096), (1, 1))
+        for query_group, seqlen_q in ((64, 4096), (1, 1), (1, 4096))
     ]
 
 

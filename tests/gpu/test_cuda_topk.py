@@ -52,3 +52,14 @@ def test_a_graph_replays_all_kernels_of_the_choice() -> None:
     graph.replay()
     for one, other in zip(captured, attend(query, key, value), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("seqlen", [4096, 16384])
+def test_a_thousand_calls_give_the_same_bits(seqlen: int) -> None:
+    """What tiles in flight do to each other shows in few calls, or in few rows of them."""
+    query, key, value = inputs(seqlen)
+    first = tw.topk_attention(query, key, value, block_size=64, top_k=16)
+    same = torch.ones((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        same &= (tw.topk_attention(query, key, value, block_size=64, top_k=16) == first).all()
+    assert same.item()
