@@ -267,6 +267,11 @@ def test_kill_9_loses_and_repeats_nothing(tmp_path: Path, cache: Path, runs: Con
         tune.check_finished()
         tunes.append(Tune(tmp_path / str(len(tunes)), cache, runs))
         tunes[-1].directory.mkdir()
+    if any(m.kind == "final" for m in tunes[-1].look()):  # the last kill came after the decision
+        tunes[-1].finish()
+        tunes[-1].check_finished()
+        tunes.append(Tune(tmp_path / str(len(tunes)), cache, runs))
+        tunes[-1].directory.mkdir()
     tune = tunes[-1]
     tune.finish("between two finals")
     assert Counter(m.kind for m in tune.look()) == {"baseline": 2, "search": TRIALS}
