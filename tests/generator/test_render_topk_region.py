@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from topk_problems import check_harm_stays
+from topk_problems import check_a_block_again, check_harm_stays
+from topk_problems import sharing_problem as problem
 
 from tilewright.generator import toolchain
 from tilewright.generator.arch import arch_named
@@ -35,7 +36,7 @@ from tilewright.tuner.verified import kernels_to_verify
 FAMILY = family_named("selected_region")
 
 SHAPES = (
-    ChoiceShape("several slices of a block", 1, 1, 1, 600, 320, 64, 3),
+    ChoiceShape("several units of a block", 1, 1, 1, 600, 320, 64, 3),
     ChoiceShape("two heads, chosen", 1, 2, 1, 530, 640, 64, 6, lists="chosen"),
     ChoiceShape("every block listed", 1, 1, 1, 300, 190, 64, 3, lists="all"),
     ChoiceShape("every query lists the same block", 1, 1, 1, 530, 400, 64, 3, lists="same"),
@@ -49,32 +50,7 @@ SHAPES = (
     ChoiceShape("large logits", 1, 1, 1, 65, 320, 64, 2, numbers="large"),
     ChoiceShape("nothing listed", 1, 1, 1, 9, 65, 64, 2, lists="none"),
 )
-"""Regions with several slices of a block, blocks that nobody chose, regions with few rows."""
-
-
-def problem(
-    seqlen: int = 32768,
-    arch: str = "sm_90a",
-    dtype: str = "bfloat16",
-    head_dim: int = 64,
-    *,
-    block_size: int = 64,
-    top: int = 16,
-    query_group: int = 1,
-    heads: int = 1,
-) -> Problem:
-    """Eight query heads, of which `heads` share a choice."""
-    return Selection(block_size, top, 8 // heads, query_group, causal=True).problem(
-        SELECTED_ATTENTION,
-        dtype=dtype,
-        head_dim=head_dim,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8 // heads,
-        seqlen_q=seqlen,
-        seqlen_kv=seqlen,
-        target=arch,
-    )
+"""Blocks with several units of rows, blocks that nobody chose, regions with few rows."""
 
 
 def variant(block_m: int = 1024, block_n: int = 64, warps: int = 16, num_stages: int = 5) -> VariantSpec:
@@ -184,19 +160,7 @@ def test_a_key_harms_only_rows_that_chose_its_block(scale: float) -> None:
 
 def test_a_list_may_name_a_block_again() -> None:
     sample = SAMPLE["small"]
-    loaded = HostKernel(build_host(render(sample)), sample, MODULE_NAME, 0)
-    selection = Selection(64, 4, 1, 1, causal=True)
-    generator = torch.Generator().manual_seed(2)
-    query, key, value = (torch.randn(1, 1, 200, 64, generator=generator).bfloat16() for _ in range(3))
-    indices = torch.randint(0, 3, (1, 1, 200, 4), generator=generator, dtype=torch.int32)
-    counts = torch.full((1, 1, 200), 4, dtype=torch.int32)
-    assert any(len(set(row)) < 4 for row in indices[0, 0].tolist())
-    out, lse = run_selected(loaded, query, key, value, indices, counts, selection, 0.125)
-    want, want_lse = selected_attention_oracle(query, key, value, indices, counts, selection, 0.125)
-    seen = want_lse > -torch.inf
-    assert (out - want).abs().max() < 2e-2
-    assert torch.equal(lse > -torch.inf, seen)
-    assert (lse - want_lse)[seen].abs().max() < 1e-3
+    check_a_block_again(HostKernel(build_host(render(sample)), sample, MODULE_NAME, 0))
 
 
 @pytest.mark.parametrize("name", ["small", "float16"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from topk_problems import UNION_SHAPES, check_harm_stays
+from topk_problems import UNION_SHAPES, check_a_block_again, check_harm_stays
 from topk_problems import attending_problem as long_problem
 from topk_problems import union_problem as problem
 
@@ -27,11 +27,9 @@ from tilewright.generator.space import (
     unable_reason,
 )
 from tilewright.generator.variant import Kernel, VariantSpec
-from tilewright.runtime.selected_launch import run_selected
-from tilewright.runtime.selection import SELECTED_ATTENTION, Selection
+from tilewright.runtime.selection import SELECTED_ATTENTION
 from tilewright.tuner.case_book import CaseBook
 from tilewright.tuner.host_kernel import HostKernel, check_cases
-from tilewright.tuner.topk_oracle import selected_attention_oracle
 from tilewright.tuner.verified import kernels_to_verify
 
 FAMILY = family_named("selected_union_wgmma")
@@ -165,19 +163,7 @@ def test_a_key_harms_only_rows_that_chose_its_block(scale: float) -> None:
 
 def test_a_list_may_name_a_block_again() -> None:
     sample = SAMPLE["two blocks"]
-    loaded = HostKernel(build_host(render(sample)), sample, MODULE_NAME, 0)
-    selection = Selection(64, 4, 1, 1, causal=True)
-    generator = torch.Generator().manual_seed(2)
-    query, key, value = (torch.randn(1, 1, 200, 64, generator=generator).bfloat16() for _ in range(3))
-    indices = torch.randint(0, 3, (1, 1, 200, 4), generator=generator, dtype=torch.int32)
-    counts = torch.full((1, 1, 200), 4, dtype=torch.int32)
-    assert any(len(set(row)) < 4 for row in indices[0, 0].tolist())
-    out, lse = run_selected(loaded, query, key, value, indices, counts, selection, 0.125)
-    want, want_lse = selected_attention_oracle(query, key, value, indices, counts, selection, 0.125)
-    seen = want_lse > -torch.inf
-    assert (out - want).abs().max() < 2e-2
-    assert torch.equal(lse > -torch.inf, seen)
-    assert (lse - want_lse)[seen].abs().max() < 1e-3
+    check_a_block_again(HostKernel(build_host(render(sample)), sample, MODULE_NAME, 0))
 
 
 @pytest.mark.nvcc

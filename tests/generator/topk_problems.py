@@ -58,6 +58,32 @@ def choosing_problem(
     )
 
 
+def sharing_problem(
+    seqlen: int = 32768,
+    arch: str = "sm_90a",
+    dtype: str = "bfloat16",
+    head_dim: int = 64,
+    *,
+    block_size: int = 64,
+    top: int = 16,
+    query_group: int = 1,
+    heads: int = 1,
+    seqlen_q: int | None = None,
+) -> Problem:
+    """Eight query heads, of which `heads` share a choice, causal."""
+    return Selection(block_size, top, 8 // heads, query_group, causal=True).problem(
+        SELECTED_ATTENTION,
+        dtype=dtype,
+        head_dim=head_dim,
+        batch=1,
+        num_heads=8,
+        num_kv_heads=8 // heads,
+        seqlen_q=seqlen if seqlen_q is None else seqlen_q,
+        seqlen_kv=seqlen,
+        target=arch,
+    )
+
+
 def union_problem(
     seqlen: int = 4096,
     arch: str = "sm_90a",
@@ -69,17 +95,17 @@ def union_problem(
     heads: int = 1,
     seqlen_q: int | None = None,
 ) -> Problem:
-    """Eight query heads, of which `heads` share a choice; 1024 keys a list."""
-    return Selection(block_size, 1024 // block_size, 8 // heads, query_group, causal=True).problem(
-        SELECTED_ATTENTION,
-        dtype=dtype,
-        head_dim=head_dim,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8 // heads,
-        seqlen_q=seqlen if seqlen_q is None else seqlen_q,
-        seqlen_kv=seqlen,
-        target=arch,
+    """1024 keys a list."""
+    return sharing_problem(
+        seqlen,
+        arch,
+        dtype,
+        head_dim,
+        block_size=block_size,
+        top=1024 // block_size,
+        query_group=query_group,
+        heads=heads,
+        seqlen_q=seqlen_q,
     )
 
 
@@ -124,3 +150,19 @@ def check_harm_stays(loaded: HostKernel, scale: float) -> None:
     assert (out[:, :, clean] - want[:, :, clean]).abs().max() < 2e-2
     assert (lse[:, :, clean] - want_lse[:, :, clean]).abs().max() < 1e-3
     assert out[0, 0, 128::2].isnan().all()
+
+
+def check_a_block_again(loaded: HostKernel) -> None:
+    """Of a causal kernel of blocks of 64: a list may name a block again, which counts once."""
+    selection = Selection(64, 4, 1, 1, causal=True)
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(1, 1, 200, 64, generator=generator).bfloat16() for _ in range(3))
+    indices = torch.randint(0, 3, (1, 1, 200, 4), generator=generator, dtype=torch.int32)
+    counts = torch.full((1, 1, 200), 4, dtype=torch.int32)
+    assert any(len(set(row)) < 4 for row in indices[0, 0].tolist())
+    out, lse = run_selected(loaded, query, key, value, indices, counts, selection, 0.125)
+    want, want_lse = selected_attention_oracle(query, key, value, indices, counts, selection, 0.125)
+    seen = want_lse > -torch.inf
+    assert (out - want).abs().max() < 2e-2
+    assert torch.equal(lse > -torch.inf, seen)
+    assert (lse - want_lse)[seen].abs().max() < 1e-3
